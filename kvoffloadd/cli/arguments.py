@@ -302,7 +302,9 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
 def _add_claim_options(retained: Parser, retain: Parser, forget: Parser) -> None:
     retained.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (retain, forget):
-        command.add_argument("name", metavar="NAME", help="as `retained` shows it")
+        which = command.add_mutually_exclusive_group(required=True)
+        which.add_argument("name", nargs="?", default="", metavar="NAME", help="as `retained` shows it")
+        which.add_argument("--number", type=_count, default=0, help="of one claim, in place of a name")
     retain.add_argument(
         "--for", dest="seconds", type=_duration, required=True, metavar="TIME",
         help='for example "90s", "20m", "2h" or "7d"; at most 30 days',
@@ -440,7 +442,7 @@ def _duration(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
     if not 0 < seconds <= RETAIN_S_MAX:
-        raise argparse.ArgumentTypeError(f'"{text}" is not between 0 and 30 days')
+        raise argparse.ArgumentTypeError(f'"{text}" is not above 0 and at most 30 days')
     return seconds
 
 

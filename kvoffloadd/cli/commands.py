@@ -311,7 +311,8 @@ def retained(arguments: argparse.Namespace) -> int:
 
 def retain(arguments: argparse.Namespace) -> int:
     with _client(arguments) as daemon:
-        changed = daemon.retain({}, arguments.seconds, priority=arguments.priority, name=arguments.name)
+        which = {"name": arguments.name, "number": arguments.number}
+        changed = daemon.retain({}, arguments.seconds, priority=arguments.priority, **which)
     until = format_seconds(arguments.seconds)
     sys.stdout.write(f"{_counted(changed.claims, 'claim')} with {changed.keys:,} keys: {until} from now\n")
     return EXIT_OK
@@ -319,7 +320,7 @@ def retain(arguments: argparse.Namespace) -> int:
 
 def forget(arguments: argparse.Namespace) -> int:
     with _client(arguments) as daemon:
-        ended = daemon.forget(arguments.name)
+        ended = daemon.forget(arguments.name, arguments.number)
     sys.stdout.write(f"ended {_counted(ended.claims, 'claim')} with {ended.keys:,} keys\n")
     return EXIT_OK
 

@@ -155,15 +155,22 @@ class AsyncClient(BaseClient):
         await self._run(self._core.keep(groups, how, first, self._until()))
 
     async def retain(
-        self, groups: Groups, seconds: float, *, priority: int | None = None, name: str = "", first: First = 0
+        self,
+        groups: Groups,
+        seconds: float,
+        *,
+        priority: int | None = None,
+        name: str = "",
+        number: int = 0,
+        first: First = 0,
     ) -> Retained:
         """See `Client.retain`."""
-        call = calls.retain(groups, seconds, priority, name, first, self._core.key_bytes if groups else 0)
+        call = calls.retain(groups, seconds, priority, name, number, first, self._core.key_bytes if groups else 0)
         return await self._run(self._core.retain(call, self._until()))
 
-    async def forget(self, name: str) -> Retained:
+    async def forget(self, name: str = "", number: int = 0) -> Retained:
         """See `Client.forget`."""
-        return await self._run(self._core.retain(calls.forget(name), self._until()))
+        return await self._run(self._core.retain(calls.forget(name, number), self._until()))
 
     async def claims(self) -> list[ClaimFigures]:
         """See `Client.claims`."""

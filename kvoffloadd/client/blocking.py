@@ -148,30 +148,38 @@ class Client(BaseClient):
         self._run(self._deadline_s, lambda until: self._core.keep(groups, how, first, until))
 
     def retain(
-        self, groups: Groups, seconds: float, *, priority: int | None = None, name: str = "", first: First = 0
+        self,
+        groups: Groups,
+        seconds: float,
+        *,
+        priority: int | None = None,
+        name: str = "",
+        number: int = 0,
+        first: First = 0,
     ) -> Retained:
         """Claims keys of a prompt, whether they are stored yet or not: for a time they are evicted after all keys that
         nobody has claimed. A claim is no lease: what the claims of a user keep is bounded, and beyond that claims
         lapse.
 
         Args:
-            groups: as in `lookup`. Empty: the claims named `name` get another end, and another priority unless that is
-                None. RemoteError: there are none.
+            groups: as in `lookup`. Empty: the claims named `name`, or the claim with this `number`, get another end,
+                and another priority unless that is None. RemoteError: there are none.
             seconds: until the claim ends, at most 30 days.
             priority: 0 to 100; the lowest lapses first, and is evicted first. None: 50.
-            name: replaces the claim that had this name in the namespace.
+            name: of the claim. The one that had this name in the namespace ends.
+            number: of an existing claim, as `claims` shows it.
             first: as in `lookup`.
 
         UsageError: the daemon is too old for this.
         """
-        call = calls.retain(groups, seconds, priority, name, first, self._core.key_bytes if groups else 0)
+        call = calls.retain(groups, seconds, priority, name, number, first, self._core.key_bytes if groups else 0)
         return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
 
-    def forget(self, name: str) -> Retained:
-        """Ends the claims of this name: in the session's namespace, or in all that an observer may see. RemoteError:
-        there are none. UsageError: the daemon is too old for this.
+    def forget(self, name: str = "", number: int = 0) -> Retained:
+        """Ends the claims of this name, or the claim of this number: in the session's namespace, or in all that an
+        observer may see. RemoteError: there are none. UsageError: the daemon is too old for this.
         """
-        call = calls.forget(name)
+        call = calls.forget(name, number)
         return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
 
     def claims(self) -> list[ClaimFigures]:

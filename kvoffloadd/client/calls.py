@@ -282,26 +282,37 @@ def keep(groups: Groups, how: KeepHow, first: First, key_bytes: int) -> Call[Non
 
 
 def retain(
-    groups: Groups, seconds: float, priority: int | None, name: str, first: First, key_bytes: int
+    groups: Groups, seconds: float, priority: int | None, name: str, number: int, first: First, key_bytes: int
 ) -> Call[Retained]:
     """Claims keys, or changes the claims of a name. Raises UsageError for bad arguments."""
     limit_s = seconds_within(seconds, "seconds", messages.RETAIN_S_MAX)
     rank = None if priority is None else integer(priority, "priority", messages.PRIORITY_MAX + 1)
-    if len(instance_of(str, name, "name")) > messages.CLAIM_NAME_CHARS_MAX:
-        raise UsageError(f"the name of a claim has at most {messages.CLAIM_NAME_CHARS_MAX} characters")
     lists, _counts = _group_keys(groups, first, key_bytes)
-    if not lists and not name:
-        raise UsageError("a retain needs keys, or the name of claims")
-    return Call(
-        lambda seq: messages.Retain(seq=seq, groups=lists, seconds=limit_s, priority=rank, name=name), _retained
-    )
+    which = _claim_name(name), integer(number, "number", IDS_END)
+    if lists and number:
+        raise UsageError("a retain names keys, or a claim by its number, not both")
+    if not lists and sum(map(bool, which)) != 1:
+        raise UsageError("a retain needs keys, or the name of claims, or the number of one")
+
+    def build(seq: int) -> Request:
+        named, numbered = which
+        return messages.Retain(seq=seq, groups=lists, seconds=limit_s, priority=rank, name=named, number=numbered)
+
+    return Call(build, _retained)
 
 
-def forget(name: str) -> Call[Retained]:
-    """Ends the claims of a name. Raises UsageError for a bad name."""
-    if not 0 < len(instance_of(str, name, "name")) <= messages.CLAIM_NAME_CHARS_MAX:
-        raise UsageError(f"the name of a claim has 1 to {messages.CLAIM_NAME_CHARS_MAX} characters")
-    return Call(lambda seq: messages.Forget(seq=seq, name=name), _retained)
+def forget(name: str, number: int) -> Call[Retained]:
+    """Ends claims. Raises UsageError unless there is a name or a number."""
+    which = _claim_name(name), integer(number, "number", IDS_END)
+    if sum(map(bool, which)) != 1:
+        raise UsageError("a forget needs the name of claims, or the number of one")
+    return Call(lambda seq: messages.Forget(seq=seq, name=which[0], number=which[1]), _retained)
+
+
+def _claim_name(name: object) -> str:
+    if len(text := instance_of(str, name, "name")) > messages.CLAIM_NAME_CHARS_MAX:
+        raise UsageError(f"the name of a claim has at most {messages.CLAIM_NAME_CHARS_MAX} characters")
+    return text
 
 
 def claims(cursor: int) -> Call[tuple[list[ClaimFigures], int]]:

@@ -325,11 +325,11 @@ class Keep(Request, frozen=True, tag="keep"):
 
 class Retain(Request, frozen=True, tag="retain", omit_defaults=True):
     """Claims keys of a prompt, whether they are stored yet or not: for so many seconds they are evicted after all keys
-    that nobody has claimed, of the lowest `priority` (0 to 100, nil: 50) first. A claim with a `name` replaces the one
-    that had this name in the namespace. Without `groups`, the claims of this name get another end, and another priority
-    unless it is nil. A claim guarantees nothing: what the claims of a user keep is bounded, and beyond that the claim
-    of the lowest priority lapses, of several the oldest. An observer may name claims, but no groups. Daemons that
-    support it list `retain` among their `features`.
+    that nobody has claimed, of the lowest `priority` (0 to 100, nil: 50) first. The claim that had this `name` in the
+    namespace ends, whether the new one is made or not. Without `groups`, the claims of this name, or the claim of this
+    `number`, get another end, and another priority unless it is nil. A claim guarantees nothing: what the claims of a
+    user keep is bounded, and beyond that the claim of the lowest priority lapses, of several the oldest. An observer
+    may name claims, but no keys. Daemons that support it list `retain` among their `features`.
     """
 
     reply: ClassVar[str] = "retained"
@@ -337,15 +337,18 @@ class Retain(Request, frozen=True, tag="retain", omit_defaults=True):
     seconds: RetainSeconds
     priority: Priority | None = None
     name: ClaimName = ""
+    number: Id = 0
 
 
-class Forget(Request, frozen=True, tag="forget"):
-    """Ends the claims of this name: in the session's namespace, or an observer's in all namespaces of its user (root
-    and the daemon's uid: of all users). Only to daemons with the feature `retain`.
+class Forget(Request, frozen=True, tag="forget", omit_defaults=True):
+    """Ends the claims of this name, or the claim of this number: in the session's namespace, or for an observer without
+    one in all namespaces of its user (root and the daemon's uid: of all users). Only to daemons with the feature
+    `retain`.
     """
 
     reply: ClassVar[str] = "retained"
-    name: ClaimName
+    name: ClaimName = ""
+    number: Id = 0
 
 
 class Claims(Request, frozen=True, tag="claims"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache.memory import audit, claimedkeys, retention
+from kvoffloadd.cache.memory import audit, retention, tierclaims
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.claim import Claim
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
@@ -18,6 +19,7 @@ from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
+from kvoffloadd.protocol.messages import ClaimFigures
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 each_policy = pytest.mark.parametrize("policy", ["", *POLICIES])
@@ -45,6 +47,11 @@ def retain(
     return cache.retention.retain(
         keyspace.namespace, [(keyspace, 0, keys_of(*numbers))], priority=priority, seconds=seconds, name=name
     )
+
+
+def forget(cache: Cache, claims: list[Claim]) -> None:
+    cache.retention.forget(claims)
+    cache.retention.expire()
 
 
 def resident(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
@@ -208,21 +215,40 @@ def test_slabs_with_claimed_keys_change_hands_last(policy: str) -> None:
     check(cache)
 
 
-def test_slabs_without_claims_are_found_behind_many_with_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffloadd.cache.memory.eviction.SLABS_SEARCHED", 3)
-    cache, _ = cache_of(pages=64, slab_pages=8, share=0.5)
+@each_policy
+def test_a_size_gets_room_where_every_slab_has_a_claimed_key(policy: str) -> None:
+    cache, _ = cache_of(pages=160 * 8, slab_pages=8, policy=policy, share=0.5)
     _, small = make_keyspace(cache)
     _, large = make_keyspace(cache, b"L" * 16, pages=(4,))
-    store(cache, small, keys_of(*range(64)))
+    store(cache, small, keys_of(*range(160 * 8)))
     entries, tier = cache.entries, cache.tier
-    rows = cache.find(small, keys_of(*range(64))).hit_rows
+    rows = cache.find(small, keys_of(*range(160 * 8))).hit_rows
+    slabs = tier.slabs_of(entries.parts.page[entries.first[rows]])
+    for slab in range(160):
+        retain(cache, small, int(np.flatnonzero(slabs == slab)[0]))
+    assert len(cache.retention) == 160
+    for number in range(4):
+        store(cache, large, keys_of(number))
+        assert resident(cache, large, number) == [number]
+    assert cache.eviction.keys_unkept == 1, "one slab is enough: its keys take turns"
+    check(cache)
+
+
+def test_the_slab_without_claims_is_found_among_many_with_claims() -> None:
+    cache, _ = cache_of(pages=160 * 8, slab_pages=8, share=0.5)
+    _, small = make_keyspace(cache)
+    _, large = make_keyspace(cache, b"L" * 16, pages=(4,))
+    store(cache, small, keys_of(*range(160 * 8)))
+    entries, tier = cache.entries, cache.tier
+    rows = cache.find(small, keys_of(*range(160 * 8))).hit_rows
     slabs = tier.slabs_of(entries.parts.page[entries.first[rows]])
     claimed = [int(np.flatnonzero(slabs == slab)[0]) for slab in tier.coldest_slabs(4)[:-1].tolist()]
     for number in claimed:
         retain(cache, small, number)
-    stored = [len(reserve(cache, large, keys_of(number), np.zeros(1, np.uint16), 0).parts) for number in range(3)]
-    assert stored == [0, 0, 1], "the third search comes to the slab that the others have not reached"
+    store(cache, large, keys_of(0, 1))
+    assert resident(cache, large, 0, 1) == [0, 1]
     assert resident(cache, small, *claimed) == claimed
+    check(cache)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -252,8 +278,124 @@ def test_records_are_not_made_room_for_with_claimed_keys() -> None:
     owners = cache.entries.owners(np.arange(cache.entries.parts.runs.used))
     idle = cache.scarcity._idle(owners, None, spares=False)
     assert not len(idle)
-    cache.retention.forget(cache.retention.claims)
+    forget(cache, cache.retention.claims)
     assert len(cache.scarcity._idle(owners, None, spares=False)) == 64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("hint", ["drop", "soon", "lost", "found again"])
+def test_claimed_keys_that_are_told_about_are_in_no_searchs_way(
+    policy: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffloadd.cache.policy.selection.IN_USE_MAX", 16)
+    monkeypatch.setattr("kvoffloadd.cache.memory.eviction.IN_USE_MAX", 16)
+    cache, _ = cache_of(pages=128, policy=policy, share=0.5)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(128)))
+    retain(cache, keyspace, *range(64))
+    if hint in ("drop", "soon"):
+        cache.keep([(keyspace, keys_of(*range(64)))], soon=hint == "soon")
+    else:
+        cache.uses.add_prompt([(keyspace, cache.find(keyspace, keys_of(500, *range(64))), 0)], 0)
+        cache.uses.settle()
+        assert cache.entries.lost[cache.find(keyspace, keys_of(*range(64))).hit_rows].all()
+    if hint == "found again":
+        store(cache, keyspace, keys_of(*range(64)))
+    made = reserve(cache, keyspace, keys_of(*range(200, 232)), np.zeros(1, np.uint16), 0)
+    assert len(made.parts) == 32
+    cache.abort(made.parts)
+    assert resident(cache, keyspace, *range(64)) == list(range(64))
+    check(cache)
+
+
+@each_policy
+def test_claims_do_not_make_others_settle_their_uses(policy: str) -> None:
+    """What is aside for a claim's sake alone costs no release of a lease anything."""
+    cache, _ = cache_of(policy=policy)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(32)))
+    retain(cache, keyspace, *range(8))
+    flood(cache, keyspace, 100)
+    assert not cache.eviction.any_aside
+    rows = cache.find(keyspace, keys_of(*range(1090, 1100))).hit_rows
+    cache.hold(rows)
+    flood(cache, keyspace, 100, 2000)
+    is_aside = cache.eviction.any_aside
+    assert is_aside == bool(policy)
+    for _ in range(2):  # the second one finds that nothing is aside any more
+        cache.unhold(rows)
+        cache.hold(rows)
+    cache.unhold(rows)
+    is_aside = cache.eviction.any_aside
+    assert not is_aside
+    check(cache)
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+def test_no_more_is_taken_from_claims_than_is_needed(parts: int) -> None:
+    cache, _ = cache_of(pages=16 * parts, slab_pages=16 * parts, share=1.0)
+    _, keyspace = make_keyspace(cache, pages=(1,) * parts)
+    store(cache, keyspace, keys_of(*range(16)))
+    retain(cache, keyspace, *range(16))
+    store(cache, keyspace, keys_of(100))
+    assert resident(cache, keyspace, *range(16)) == list(range(15))
+    assert cache.eviction.keys_unkept == 1
+    check(cache)
+
+
+def test_a_claim_of_several_groups_gives_up_its_end_in_all_of_them() -> None:
+    cache, _ = cache_of(pages=32, share=1.0)
+    namespace, keyspace = make_keyspace(cache)
+    second = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
+    cache.set_part_bytes(second, {0: PAGE_BYTES})
+    for group in (keyspace, second):
+        store(cache, group, keys_of(*range(16)))
+    prompt = [(group, 0, keys_of(*range(16))) for group in (keyspace, second)]
+    cache.retention.retain(namespace, prompt, priority=1, seconds=60)
+    flood(cache, keyspace, 1)
+    store(cache, keyspace, keys_of(*range(100, 108)))
+    left = [resident(cache, group, *range(16)) for group in (keyspace, second)]
+    assert abs(len(left[0]) - len(left[1])) <= 1, left
+    assert left == [list(range(len(group))) for group in left]
+
+
+def test_the_user_who_keeps_the_most_gives_up_first() -> None:
+    cache, _ = cache_of(pages=32, share=1.0)
+    _, mine = make_keyspace(cache)
+    other = cache.open_namespace(b"o" * 16, 1000, "other", 32)
+    theirs = cache.declare(other, GroupSchema(0, GroupKind.FULL, 16))
+    cache.set_part_bytes(theirs, {0: PAGE_BYTES})
+    store(cache, mine, keys_of(*range(12)))
+    store(cache, theirs, keys_of(*range(20)))
+    retain(cache, mine, *range(12), priority=0)
+    retain(cache, theirs, *range(20), priority=100)
+    store(cache, mine, keys_of(100, 101, 102))
+    assert len(resident(cache, theirs, *range(20))) == 17
+    assert resident(cache, mine, *range(12)) == list(range(12))
+
+
+def test_a_search_of_claims_that_are_in_use_goes_on_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffloadd.cache.memory.tierclaims.SEARCHED_CLAIMS", 2)
+    cache, _ = cache_of(pages=16, share=1.0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(16)))
+    for number in range(16):
+        retain(cache, keyspace, number)
+    rows = cache.find(keyspace, keys_of(*range(5))).hit_rows
+    cache.hold(rows)
+    made = [len(reserve(cache, keyspace, keys_of(100 + n), np.zeros(1, np.uint16), 0).parts) for n in range(3)]
+    assert made == [0, 0, 1]
+    cache.unhold(rows)
+
+
+def test_records_in_vain_are_looked_for_again_when_a_claim_ends() -> None:
+    cache, _ = cache_of(pages=256, share=1.0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(256)))
+    retain(cache, keyspace, *range(256))
+    assert not list(cache.scarcity._windows(None, None, spares=False))
+    forget(cache, cache.retention.claims)
+    assert sum(len(rows) for _, _, _, rows in cache.scarcity._windows(None, None, spares=False)) == 256
 
 
 # --- the share ------------------------------------------------------------------------------------
@@ -272,6 +414,65 @@ def test_beyond_the_share_the_lowest_priority_lapses_and_then_the_oldest() -> No
     assert second is not None and not second.is_in_force
     assert third is not None and third.is_in_force and fourth is not None and fourth.is_in_force
     assert cache.entries.claimed.pages_of_user(0) == 12
+    check(cache)
+
+
+def test_what_is_not_made_lets_nothing_lapse(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = cache_of(pages=64)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(40)))
+    low, high = retain(cache, keyspace, *range(4), priority=10), retain(cache, keyspace, *range(4, 14), priority=90)
+    assert retain(cache, keyspace, *range(14, 26), priority=50) is None, "12 pages, and 10 are kept at 90"
+    assert low is not None and low.is_in_force and high is not None and high.is_in_force
+    assert retain(cache, keyspace, *range(12, 18), priority=50) is not None, "two of them are kept already"
+    assert not low.is_in_force and high.is_in_force
+    monkeypatch.setattr("kvoffloadd.cache.memory.tierclaims.KEYS_MAX", 64)
+    few = retain(cache, keyspace, *range(100, 110), priority=10)
+    assert retain(cache, keyspace, *range(200, 220), priority=20) is None, "it would take what is kept at 50 and 90"
+    assert few is not None and few.is_in_force
+    figures = cache.retention.figures()
+    assert (figures["claims_made"], figures["claims_lapsed"], len(cache.retention)) == (4, 1, 3)
+    check(cache)
+
+
+def test_nothing_is_claimed_where_the_share_is_nothing() -> None:
+    cache, _ = cache_of(share=0.0)
+    _, keyspace = make_keyspace(cache)
+    assert retain(cache, keyspace, 1) is None
+    check(cache)
+
+
+def test_sizes_that_become_known_count() -> None:
+    cache, _ = cache_of(pages=64)
+    namespace = cache.open_namespace(b"n" * 16, 0, "test", 32)
+    keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=2))
+    cache.set_part_bytes(keyspace, {0: PAGE_BYTES})
+    store(cache, keyspace, keys_of(*range(16)), [0])
+    claim = retain(cache, keyspace, *range(16))
+    assert claim is not None and num_kept(cache, claim) == 16
+    cache.set_part_bytes(keyspace, {1: PAGE_BYTES})
+    assert num_kept(cache, claim) == 8
+    check(cache)
+
+
+def test_what_is_told_of_a_claim_fits_its_message() -> None:
+    """Also if it was cut: its last key is another one then, that was used less."""
+    cache, _ = cache_of(pages=64)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(16)))
+    claim = retain(cache, keyspace, *range(16))
+    assert claim is not None
+    for _ in range(5):
+        cache.uses.add([(keyspace, cache.find(keyspace, keys_of(15)), 0)])
+        cache.uses.settle()
+    assert cache.retention.describe(claim)["hits"] == 5
+    cache.retention.memory.change_share(0.125)
+    told = cache.retention.describe(claim)
+    assert (told["hits"], told["memory_keys"]) == (5, 8)
+    assert ClaimFigures(**told) == msgspec.convert(told, ClaimFigures)
+    cache.uses.add([(keyspace, cache.find(keyspace, keys_of(7)), 0)])
+    cache.uses.settle()
+    assert cache.retention.describe(claim)["hits"] == 6
     check(cache)
 
 
@@ -329,7 +530,7 @@ def test_a_smaller_share_counts_at_once() -> None:
 
 def test_claims_are_bounded_in_number_and_in_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "CLAIMS_PER_USER", 4)
-    monkeypatch.setattr(claimedkeys, "KEYS_MAX", 64)
+    monkeypatch.setattr(tierclaims, "KEYS_MAX", 64)
     cache, _ = cache_of()
     _, keyspace = make_keyspace(cache)
     claims = [retain(cache, keyspace, number, priority=number) for number in (3, 1, 2, 4)]
@@ -337,7 +538,7 @@ def test_claims_are_bounded_in_number_and_in_keys(monkeypatch: pytest.MonkeyPatc
     assert [claim.priority for claim in cache.retention.claims] == [3, 2, 4, 5]
     assert claims[1] is not None and not claims[1].is_in_force
     assert retain(cache, keyspace, 6, priority=1) is None, "it would be the first to lapse"
-    with pytest.raises(LimitError, match="33 keys in one claim; all claims of uid 0 together may name 32"):
+    with pytest.raises(LimitError, match="33 keys in one claim are more than the 32 of all claims: claim fewer"):
         retain(cache, keyspace, *range(100, 133))
     assert len(cache.retention) == 4, "what is refused changes nothing"
     big = retain(cache, keyspace, *range(100, 130), priority=9)
@@ -397,7 +598,7 @@ def test_a_name_stands_for_one_claim_of_a_namespace() -> None:
     clock.now_s += 400
     cache.retention.expire()
     assert len(cache.retention) == 2
-    cache.retention.forget(found)
+    forget(cache, found)
     assert len(cache.retention) == 0
     check(cache)
 
@@ -416,6 +617,48 @@ def test_a_clear_ends_claims_also_of_keys_that_come_after_it() -> None:
     store(cache, keyspace, keys_of(*range(8)))
     flood(cache, keyspace, 100)
     assert not resident(cache, keyspace, *range(8))
+    check(cache)
+
+
+def test_a_clear_on_another_host_ends_claims() -> None:
+    cache, _ = cache_of()
+    namespace, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(8)))
+    retain(cache, keyspace, *range(8))
+    for _ in cache.drop_older(namespace, cache.epochs.began + 1):
+        check_claims_only(cache)
+    assert len(cache.retention) == 0 and not resident(cache, keyspace, *range(8))
+    retain(cache, keyspace, *range(8))
+    for _ in cache.drop_older(namespace, 0):
+        pass
+    assert len(cache.retention) == 1, "what was stored in this run came after that clear"
+    cache.retention.expire()
+    check(cache)
+
+
+def test_many_claims_end_a_few_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "ENDED_CLAIMS", 3)
+    cache, clock = cache_of()
+    namespace, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(10)))
+    woken: list[float] = []
+    cache.retention.wake = woken.append
+    for number in range(10):
+        retain(cache, keyspace, number, seconds=10)
+    clock.now_s += 10
+    turns = 0
+    while (at_s := cache.retention.expire()) is not None and at_s <= clock.now_s:
+        turns += 1
+        check(cache)
+    assert (turns, len(cache.retention)) == (3, 0)
+    for number in range(10):
+        retain(cache, keyspace, number)
+    woken.clear()
+    for _ in cache.clear(namespace):
+        pass
+    assert len(cache.retention) == 0 and woken == [clock.now_s]
+    while (at_s := cache.retention.expire()) is not None and at_s <= clock.now_s:
+        check(cache)
     check(cache)
 
 
@@ -516,7 +759,8 @@ class AnyOrder(RuleBasedStateMachine):
         unkept = self.cache.eviction.keys_unkept
         store(self.cache, self.keyspace(n), keys_of(*keys))
         after = set(resident(self.cache, self.keyspace(n), *kept)) if kept else set()
-        lost = {key for key in before - after if any(w.claim.is_in_force and key in self.named(w) for w in self.wishes)}
+        live = [wish for wish in self.wishes if wish.which == n and wish.claim.is_in_force]
+        lost = {key for key in before - after if any(key in self.named(wish) for wish in live)}
         assert len(lost) <= self.cache.eviction.keys_unkept - unkept
 
     @rule(
@@ -544,7 +788,7 @@ class AnyOrder(RuleBasedStateMachine):
         live = [wish for wish in self.wishes if wish.claim.is_in_force]
         if live:
             wish = live[seed % len(live)]
-            self.cache.retention.forget([wish.claim])
+            forget(self.cache, [wish.claim])
             self.wishes.remove(wish)
 
     @rule(seconds=st.integers(1, 10))

@@ -56,7 +56,7 @@ class DiskClaims(TierClaims):
     def set_aside(self, rows: U32Array) -> None:
         self._catalog.mark_claimed(rows, claimed=True)
 
-    def readmit(self, rows: U32Array) -> None:
+    def let_claimed_go(self, rows: U32Array) -> None:
         self._catalog.mark_claimed(rows, claimed=False)
 
 

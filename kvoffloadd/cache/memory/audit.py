@@ -124,11 +124,11 @@ def _check_spaces(cache: Cache) -> list[str]:
     if sizes != cache.eviction.sizes:
         findings.append(f"eviction: spaces use slots of {len(sizes)} sizes, counted {len(cache.eviction.sizes)}")
     aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
-    if aside and not cache.eviction.any_aside:
+    if aside > entries.claimed.num_rows and not cache.eviction.any_aside:
         findings.append(f"eviction: {aside} keys are set aside, and would stay there")
     in_flight = int(np.count_nonzero(entries.parts.state[: entries.parts.runs.used] == PartState.RESERVED))
     in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
-    claimed = int(entries.claimed.rows.sum())
+    claimed = entries.claimed.num_rows
     if aside > in_use + claimed:
         findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use and {claimed} are claimed")
     return findings

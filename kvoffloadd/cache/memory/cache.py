@@ -286,10 +286,16 @@ class Cache:
                 continue
             rows = rows[first_of_each(rows)]
             keyspace.queue.policy.keep(rows.astype(np.uint32), soon=soon)
+            self.set_claimed_aside(rows.astype(np.uint32))
             if soon:
                 self.counters.keys_soon += len(rows)
             else:
                 self.counters.keys_done += len(rows)
+
+    def set_claimed_aside(self, rows: U32Array) -> None:
+        """Sets those of these rows aside that claims keep, after a policy was told about them."""
+        if self.entries.claimed and len(kept := rows[self.entries.claimed.is_claimed(rows)]):
+            self.eviction.set_aside(kept)
 
     def check_hold(self, uid: int, rows: U32Array) -> None:
         """Raises LimitError if this user may not hold these keys: see `HeldMemory`."""

@@ -17,10 +17,11 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import LimitError
 from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
-from kvoffloadd.scheduling.shares import share_left
 
 KEYS_MAX = 1 << 19
-"""The maximum number of claimed keys: of 32 tokens each, 16 million tokens."""
+"""The maximum number of keys that all claims together name, each counted for every claim: of 32 tokens each, 16 million
+tokens. It bounds what the end of a claim costs, and what the claims of the same keys take.
+"""
 
 NO_NUMBERS = np.zeros(0, np.uint32)
 
@@ -64,6 +65,8 @@ class ClaimedKeys:
         self.uids: I64Array = np.zeros(NUMBERS, np.int64)
         self._groups: dict[Keyspace, ClaimedGroup] = {}
         self._of_user: dict[int, dict[int, ClaimedGroup]] = {}
+        self.num_rows = 0  # claimed keys in the tier
+        self.version = 0  # grows when rows begin or end to be claimed
         self._numbers: set[int] = set()
         self._next = 0
 
@@ -118,11 +121,15 @@ class ClaimedKeys:
         self.row[numbers] = rows + np.uint32(1)
         self.number[rows] = numbers + np.uint32(1)
         count_up(self.rows, self.index.keyspace[numbers].astype(np.int64))
+        self.num_rows += len(rows)
+        self.version += 1
 
     def _unlink(self, numbers: U32Array, rows: U32Array) -> None:
         self.row[numbers] = 0
         self.number[rows] = 0
         count_down(self.rows, self.index.keyspace[numbers].astype(np.int64))
+        self.num_rows -= len(rows)
+        self.version += 1
 
     # --- pages ---
 
@@ -130,6 +137,10 @@ class ClaimedKeys:
         """Counts the pages of a keyspace again after the sizes of its parts have changed."""
         if (group := self._groups.get(keyspace)) is not None:
             self.pages[group.number] = self._pages_of(keyspace)
+
+    def pages_of_key(self, keyspace: Keyspace) -> int:
+        """Returns the pages that a key of this keyspace takes in the tier."""
+        return self._pages_of(keyspace)
 
     def pages_of_user(self, uid: int) -> int:
         """Returns the pages of all claimed keys of a user that are in the tier."""
@@ -147,24 +158,16 @@ class ClaimedKeys:
         resident: U32Array = rows[rows != 0] - np.uint32(1)
         return resident
 
-    # --- claims that begin and end ---
+    def every_row(self) -> U32Array:
+        """Returns the rows of all claimed keys in the tier."""
+        return self.rows_of(np.flatnonzero(self.row[: self.index.rows_end]).astype(np.uint32))
 
-    def keys_of_user(self, uid: int) -> int:
-        """Returns how many keys the claims of a user name."""
-        return sum(group.keys for group in self._of_user.get(uid, {}).values())
-
-    def left(self, uid: int) -> int:
-        """Returns how many more keys the claims of a user may name."""
-        return share_left(KEYS_MAX, len(self.index), self.keys_of_user(uid))
-
-    def most(self, uid: int) -> int:
-        """Returns how many keys the claims of a user may name in all, beside those of the other users."""
-        return share_left(KEYS_MAX, len(self.index) - self.keys_of_user(uid), 0)
-
-    def num_fresh(self, keyspace: Keyspace, keys: U64Array) -> int:
-        """Returns how many of these distinct keys no claim names yet."""
+    def numbers_of(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
+        """Returns the number of each key, or -1 if no claim names it."""
         group = self._groups.get(keyspace)
-        return len(keys) if group is None else int(np.count_nonzero(self.index.find(group.number, keys) < 0))
+        return np.full(len(keys), -1, np.int64) if group is None else self.index.find(group.number, keys)
+
+    # --- claims that begin and end ---
 
     def add(
         self, keyspace: Keyspace, keys: U64Array, rank: int, rows: I64Array
@@ -281,8 +284,8 @@ class ClaimedKeys:
         expected[[group.number for group in groups]] = [group.keys for group in groups]
         if not np.array_equal(counted, expected):
             findings.append("claims: the keys of a group are miscounted")
-        if any(group.keyspace.retired or not group.keys for group in groups):
-            findings.append("claims: a group has lost its keyspace, or its keys")
+        if not all(group.keys for group in groups):
+            findings.append("claims: a group has lost its keys")
         if any(self.pages[group.number] != self._pages_of(group.keyspace) for group in groups):
             findings.append("claims: the pages of a key are wrong")
         rows = self.rows_of(numbers)
@@ -290,6 +293,6 @@ class ClaimedKeys:
         if named != len(rows) or (self.number[rows] != numbers[self.row[numbers] != 0] + 1).any():
             findings.append("claims: a row and a claimed key do not name each other")
         in_tier = np.bincount(index.keyspace[numbers[self.row[numbers] != 0]], minlength=NUMBERS)
-        if not np.array_equal(in_tier, np.where(expected > 0, self.rows, 0)):
+        if not np.array_equal(in_tier, self.rows) or in_tier.sum() != self.num_rows:
             findings.append("claims: the claimed rows of a keyspace are miscounted")
         return findings

@@ -148,6 +148,8 @@ class DeferredTouches:
             rows, _, _ = _joined(groups)
             self._lost[rows] = True
             queue.policy.lose(rows)
+            if self._claimed and len(kept := rows[self._claimed.is_claimed(rows)]):
+                queue.policy.set_aside(kept)
             for lower in self._lower:
                 lower.lost(rows)
 

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 NO_ROWS = np.zeros(0, np.uint32)
 
-SLABS_TRIED, SLABS_SEARCHED = 8, 128
-"""The number of slabs that are judged, and the number of slabs among which those without claimed keys are searched."""
+SLABS_TRIED = 8
 RECORDS_MAX = 1 << 18
 """The maximum work of one request, in part records. An eviction that has removed keys with about this many records ends
 with the room that it has gained: keys with thousands of parts, most of them empty, would take hundreds of milliseconds.
@@ -71,9 +70,12 @@ class Eviction:
         self._make_policy = make_policy
         self.sizes: Counter[int] = Counter()
         self.queues: dict[tuple[int, int], Queue] = {}  # by user and slot size in pages
-        self.any_aside = False  # whether a policy may have set rows aside: without any, `readmit` does nothing
+        # Whether a policy may have set rows aside that no claim keeps: without any, `readmit` does nothing.
+        self.any_aside = False
         # Called where nothing else is left: returns claimed rows to evict, of those that pass, up to a number.
         self.last_resort: Callable[[Callable[[U32Array], BoolArray], int], U32Array] = lambda wanted, count: NO_ROWS
+        self._has_claimed: BoolArray = np.zeros(0, bool)  # by slab, when the table of claimed keys had this version
+        self._claimed_version = -1
         self._gave_up = False  # whether the last search met too many keys in use to find all that it could
         self.keys_evicted = 0
         self.keys_unkept = 0  # of them, keys that claims were to keep
@@ -148,7 +150,7 @@ class Eviction:
                 evicted, free = evicted + taken, self._tier.num_free(size)
                 continue
             if not len(rows):
-                rows = self._claimed_victims(size, wanted - free + spare)
+                rows = self._claimed_victims(size, wanted - free)
             if not len(rows):
                 if not (taken := self._take_claimed_slabs(size, wanted, evicted)):
                     break
@@ -165,7 +167,7 @@ class Eviction:
     def readmit(self, rows: U32Array) -> None:
         """Returns rows that are no longer held, in prompt order, to their queues, as far as they are evictable now."""
         self._entries.uses.settle()
-        self.any_aside = any(queue.policy.num_aside for queue in self.queues.values())
+        self.any_aside = self._are_aside()
         if not self.any_aside:
             return
         rows = rows[first_of_each(rows)]
@@ -190,7 +192,15 @@ class Eviction:
         self._entries.uses.settle()
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.set_aside(rows[indices])
-            self.any_aside = True
+
+    def let_claimed_go(self, rows: U32Array) -> None:
+        if self._entries.barren:
+            self._entries.barren.let_go(self._entries.first[rows], self._entries.index.keyspace[rows])
+        self.readmit(rows)
+
+    def _are_aside(self) -> bool:
+        """Returns whether rows are aside that no claim keeps. All rows of claimed keys are."""
+        return sum(queue.policy.num_aside for queue in self.queues.values()) > self._entries.claimed.num_rows
 
     def victims(self, queues: Sequence[Queue], wanted: int) -> U32Array:
         """Returns the keys that these competing queues would evict next, see `Policy.victims`. Evicts nothing."""
@@ -201,7 +211,7 @@ class Eviction:
         before = queue.policy.num_aside
         rows = queue.policy.victims(wanted, self._entries.expendable)
         self._gave_up |= queue.policy.num_aside - before >= IN_USE_MAX
-        self.any_aside = self.any_aside or queue.policy.num_aside > 0
+        self.any_aside = self.any_aside or self._are_aside()
         return rows
 
     def _least_valuable(self, found: Sequence[U32Array]) -> U32Array:
@@ -251,7 +261,8 @@ class Eviction:
         """
         if self._gave_up or not self._entries.claimed:
             return NO_ROWS
-        return self.last_resort(lambda rows: self._entries.evictable(rows) & (self._slots(rows, size) > 0), slots)
+        rows = self.last_resort(lambda rows: self._entries.evictable(rows) & (self._slots(rows, size) > 0), slots)
+        return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)]
 
     def _in_turn(self, queues: list[Queue], asking: Queue | None = None) -> list[Queue]:
         """Returns the queues in the order in which they are asked."""
@@ -354,6 +365,8 @@ class Eviction:
         rows = self._rows_in(slab)
         if not able(rows).all():
             self._tier.touch_slab(slab)  # the next call tries other slabs
+            if self._entries.claimed.is_claimed(rows).any():  # parts of claimed keys have come there since
+                self._claimed_version, self._gave_up = -1, True
             return 0
         records = self._records(rows)
         self.drop(rows)
@@ -380,19 +393,18 @@ class Eviction:
         return list({*slabs[:SLABS_TRIED].tolist(), *np.intersect1d(owned, slabs).tolist()})
 
     def _without_claims(self, slabs: I64Array) -> list[int]:
-        """Returns the first ones of these slabs that have no claimed keys. The others are the last to be looked at the
-        next time.
-        """
-        found, claimed = list[int](), self._entries.claimed
-        for slab in slabs[:SLABS_SEARCHED].tolist():
-            if claimed.is_claimed(self._rows_in(slab)).any():
-                self._tier.touch_slab(slab)
-            else:
-                found.append(slab)
-            if len(found) == SLABS_TRIED:
-                break
-        self._gave_up |= not found and len(slabs) > SLABS_SEARCHED
-        return found
+        """Returns the first ones of these slabs that have no claimed keys."""
+        entries = self._entries
+        if self._claimed_version != entries.claimed.version:
+            self._claimed_version = entries.claimed.version
+            self._has_claimed = np.zeros(self._tier.num_slabs, bool)
+            rows = entries.claimed.every_row()
+            for width, indices in entries.by_width(rows):
+                records = entries.parts.run(entries.first[rows[indices]], width).ravel()
+                records = records[entries.parts.state[records] != PartState.EMPTY]
+                self._has_claimed[self._tier.slabs_of(entries.parts.page[records])] = True
+        free: list[int] = slabs[~self._has_claimed[slabs]][:SLABS_TRIED].tolist()
+        return free
 
     def _worth_of_slabs(self, slabs: Sequence[int]) -> dict[int, float]:
         """Returns the worth per page of the keys in each slab, estimated from some of them."""

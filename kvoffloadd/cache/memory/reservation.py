@@ -183,6 +183,7 @@ def _find_again(cache: Cache, joined: Sequence[Joined], found: Sequence[tuple[I6
             again = again[lost[rows[again]]]  # the other keys were used in the meantime
             lost[rows[again]] = False
             queue.policy.touch(rows[again].astype(np.uint32), groups.positions[again])
+            cache.set_claimed_aside(rows[again].astype(np.uint32))
             for lower in cache.entries.lower:
                 lower.found_again(rows[again].astype(np.uint32))
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ CLAIMS_PER_USER = 1024
 ENDS_SPARE = 64
 """The number of ends that may be remembered of claims that ended earlier or were extended."""
 
-EXPIRED_KEYS = 1 << 16
-"""The number of keys that one turn of the event loop takes out of claims that have expired."""
+ENDED_CLAIMS, ENDED_KEYS = 128, 1 << 15
+"""The number of claims that one turn of the event loop takes out of the tiers, and about the number of their keys."""
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Retention:
         self._by_namespace: dict[Namespace, dict[int, Claim]] = {}
         self._by_name: dict[tuple[Namespace, str], Claim] = {}
         self._ends: list[tuple[float, int]] = []  # a heap, with entries of claims that ended early
+        self._ended: deque[Claim] = deque()  # claims that tiers still keep, until the next turns
         self._last = 0
         memory.on_end = self._forget_ended
 
@@ -80,9 +82,9 @@ class Retention:
     def retain(
         self, namespace: Namespace, prompt: Prompt, *, priority: int, seconds: float, name: str = ""
     ) -> Claim | None:
-        """Makes a claim of these keys. It replaces the claim of this name in the namespace, if there is one. Claims of
-        the same user that are in the way lapse, in their order. Returns None if this claim would be the first to lapse
-        in each tier, and was therefore not made.
+        """Makes a claim of these keys, at least one. The claim of this name in the namespace ends, if there is one.
+        Claims of the same user that are in the way lapse, in their order. Returns None if this claim would be the first
+        to lapse in each tier, and was therefore not made.
 
         Raises:
             LimitError: the request names more keys than all claims of the user may name, or too many keys have almost
@@ -90,17 +92,14 @@ class Retention:
         """
         prompt = [(keyspace, first, keys) for keyspace, first, keys in prompt if len(keys)]
         count = sum(len(keys) for _, _, keys in prompt)
-        if count > (most := min(tier.claimed.most(namespace.uid) for tier in self.tiers)):
-            raise LimitError(
-                f"{count} keys in one claim; all claims of uid {namespace.uid} together may name {most}: claim the "
-                "beginning of the prompt"
-            )
+        if count > (most := min(tier.may_name(namespace.uid) for tier in self.tiers)):
+            raise LimitError(f"{count} keys in one claim are more than the {most} of all claims: claim fewer of them")
         old = self._by_name.get((namespace, name)) if name else None
         hits = 0
         if old is not None:
             hits = self._hits(old)
-            self._end([old])
-        if not prompt or not self._make_room(namespace.uid, priority):
+            self._take([old])
+        if not self._make_room(namespace.uid, priority):
             return None
         self._last += 1
         tokens = max((first + len(keys)) * keyspace.schema.tokens_per_key for keyspace, first, keys in prompt)
@@ -114,12 +113,12 @@ class Retention:
                 tier.add(claim, prompt)
         except LimitError:
             claim.num_tiers -= 1
-            self._end([claim])
-            self._forget_ended(claim)
+            self._take([claim])
+            self._forget(claim)
             raise
         claim.num_tiers -= 1
-        self._forget_ended(claim)
         if not claim.is_in_force:
+            self._forget(claim)
             return None
         self._schedule(claim)
         self.counters.made += 1
@@ -142,7 +141,7 @@ class Retention:
         if least.priority > priority:
             return False
         self.memory.num_lapsed += 1
-        self._end([least])
+        self._take([least])
         return True
 
     def _of(self, uid: int) -> Iterable[dict[int, Claim]]:
@@ -169,7 +168,7 @@ class Retention:
 
     @changing
     def forget(self, claims: Iterable[Claim]) -> None:
-        """Ends these claims, by the wish of a client."""
+        """Ends these claims, as a client wishes."""
         self._end(claims)
 
     @changing
@@ -180,28 +179,47 @@ class Retention:
 
     @changing
     def expire(self) -> float | None:
-        """Ends claims that are over, some at a time. Returns when it must be called again; None: not before the next
-        claim is made.
+        """Ends claims that are over, and takes some of those that have ended out of the tiers. Returns when it must be
+        called again; None: not before the next claim is made or ends.
         """
-        now, due, keys = self.clock(), dict[int, Claim](), 0
-        while self._ends and self._ends[0][0] <= now and keys < EXPIRED_KEYS:
+        now, over = self.clock(), 0
+        while self._ends and self._ends[0][0] <= now and over < ENDED_CLAIMS:
             ends_s, number = heapq.heappop(self._ends)
             claim = self._claims.get(number)
             if claim is not None and claim.ends_s == ends_s:
-                due[number] = claim  # it may have been extended to the same time twice
-                keys += claim.num_keys
-        self.counters.expired += len(due)
-        self._end(due.values())
+                self._ended.append(claim)
+                self._forget(claim)
+                over += 1
+        self.counters.expired += over
+        taken, keys = list[Claim](), 0
+        while self._ended and len(taken) < ENDED_CLAIMS and keys < ENDED_KEYS:
+            taken.append(self._ended.popleft())
+            keys += taken[-1].num_keys
+        self._take(taken)
+        if self._ended:
+            return now
         return self._ends[0][0] if self._ends else None
 
     def _end(self, claims: Iterable[Claim]) -> None:
+        """Ends claims at once. The tiers let go what they keep of them within the next turns."""
         ending = list(claims)
+        self._ended += ending
+        for claim in ending:
+            self._forget(claim)
+        self.wake(self.clock())
+
+    def _take(self, claims: Sequence[Claim]) -> None:
+        """Takes claims out of the tiers."""
         for tier in self.tiers:
-            tier.remove(ending)
+            tier.remove(claims)
 
     def _forget_ended(self, claim: Claim) -> None:
-        """Forgets a claim of which no tier keeps anything any more."""
-        if claim.is_in_force or claim.number not in self._claims:
+        """Forgets a claim unless some tier keeps something of it."""
+        if not claim.is_in_force:
+            self._forget(claim)
+
+    def _forget(self, claim: Claim) -> None:
+        if claim.number not in self._claims:
             return
         del self._claims[claim.number]
         siblings = self._by_namespace[claim.namespace]
@@ -262,8 +280,9 @@ class Retention:
     def check(self) -> list[str]:
         """Returns a list of errors: the claims here, and what the tiers keep of them, must agree."""
         findings = [finding for tier in self.tiers for finding in tier.check()]
-        kept = [sum(tier.get(claim) is not None for tier in self.tiers) for claim in self._claims.values()]
-        if kept != [claim.num_tiers for claim in self._claims.values()] or not all(kept):
+        claims = [*self._claims.values(), *self._ended]
+        kept = [sum(tier.get(claim) is not None for tier in self.tiers) for claim in claims]
+        if kept != [claim.num_tiers for claim in claims] or not all(kept[: len(self._claims)]):
             findings.append("claims: the tiers that keep a claim are miscounted")
         if sum(map(len, self.tiers)) != sum(kept):
             findings.append("claims: a tier keeps a claim that has ended")

@@ -6,6 +6,8 @@ that keeps anything is cut to the beginning of its prompt. A claim that has laps
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +16,15 @@ import numpy as np
 
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.claim import Claim
-from kvoffloadd.cache.memory.claimedkeys import NO_NUMBERS, ClaimedGroup, ClaimedKeys
+from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX, NO_NUMBERS, ClaimedGroup, ClaimedKeys
 from kvoffloadd.cache.memory.index import distinct, first_of_each
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.scheduling.shares import share_left
+
+SEARCHED_CLAIMS, SEARCHED_KEYS = 128, 1 << 15
+"""The number of claims, and about the number of their keys, that one search for keys to let go looks at."""
 
 Prompt = Sequence[tuple[Keyspace, int, U64Array]]
 """The groups of a prompt: the position of the first of these keys, and the keys, which are distinct."""
@@ -41,7 +47,7 @@ class ClaimingTier(Protocol):
     def set_aside(self, rows: U32Array) -> None:
         """Takes rows out of the order in which the tier lets keys go: they are claimed."""
 
-    def readmit(self, rows: U32Array) -> None:
+    def let_claimed_go(self, rows: U32Array) -> None:
         """Returns rows to that order: they are not claimed any more."""
 
 
@@ -79,10 +85,12 @@ class TierClaims:
     def __init__(self, tier: ClaimingTier, claimed: ClaimedKeys, share: float) -> None:
         self.claimed = claimed
         self.share = share
+        self.num_named: Counter[int] = Counter()  # keys that claims name, by user, counted for each claim
         self.num_lapsed = self.num_cut = 0  # claims, since the start
         self.on_end: Callable[[Claim], object] = lambda claim: None  # called when the tier keeps nothing of it any more
         self._tier = tier
         self._of_user: dict[int, dict[Claim, Kept]] = {}
+        self._searched = 0  # claims in the order of `victims` in which the last searches have found nothing
 
     def get(self, claim: Claim) -> Kept | None:
         """Returns what this tier keeps of a claim; None: nothing."""
@@ -94,13 +102,13 @@ class TierClaims:
     # --- begin and end ---
 
     def add(self, claim: Claim, prompt: Prompt) -> None:
-        """Keeps a new claim, if no claim of a higher priority is in its way. Claims of its user that are in the way
-        lapse, in their order.
+        """Keeps a new claim, unless claims of a higher priority leave no room for it. Claims of its user that are in
+        the way lapse, in their order.
 
         Raises:
             LimitError: too many keys have almost equal hashes. The claim was not added.
         """
-        if not self._make_room(claim, prompt):
+        if not self.budget_pages or not self._has_place(claim, prompt) or not self._make_room(claim):
             return
         kept, newly = Kept([]), [NO_NUMBERS]
         try:
@@ -114,24 +122,48 @@ class TierClaims:
             raise
         kept.uses_before = int(self.claimed.uses[kept.last])
         self._of_user.setdefault(claim.namespace.uid, {})[claim] = kept
+        self.num_named[claim.namespace.uid] += kept.num_keys
         claim.num_tiers += 1
         self._tier.set_aside(np.concatenate(newly))
         self.keep_within(claim.namespace.uid)
 
-    def _make_room(self, claim: Claim, prompt: Prompt) -> bool:
-        """Lets claims lapse until the user's claims may name these keys, too. Returns False if these would have to be
-        claims of a higher priority.
+    def _has_place(self, claim: Claim, prompt: Prompt) -> bool:
+        """Returns whether claims of higher priorities leave room in the user's share. Without any, a claim that is too
+        large is cut.
+        """
+        own = self._of_user.get(claim.namespace.uid, {})
+        higher = [kept.numbers for other, kept in own.items() if other.priority > claim.priority]
+        if not higher:
+            return True
+        kept = np.zeros(self.claimed.index.rows_end, bool)
+        kept[np.concatenate(higher)] = True
+        pages = int(self.claimed.pages_each(np.flatnonzero(kept).astype(np.uint32)).sum())
+        for keyspace, _, keys in prompt:
+            numbers, there = self.claimed.numbers_of(keyspace, keys), self._tier.find(keyspace, keys) >= 0
+            there[numbers >= 0] &= ~kept[numbers[numbers >= 0]]
+            pages += int(np.count_nonzero(there)) * self.claimed.pages_of_key(keyspace)
+        return pages <= self.budget_pages
+
+    def may_name(self, uid: int) -> int:
+        """Returns how many keys the claims of a user may name in all, beside those of the other users."""
+        return share_left(KEYS_MAX, self.num_named.total() - self.num_named[uid], 0)
+
+    def _make_room(self, claim: Claim) -> bool:
+        """Lets claims lapse until the user's claims may name the keys of this one, too. Returns False, and lets none
+        lapse, if these would have to be claims of a higher priority.
         """
         uid = claim.namespace.uid
-        while True:
-            fresh = sum(self.claimed.num_fresh(keyspace, keys) for keyspace, _, keys in prompt)
-            if fresh <= self.claimed.left(uid):
-                return True
-            own = sorted(self._of_user.get(uid, ()), key=lambda other: other.order)
-            if not own or own[0].priority > claim.priority:
-                return False
-            some = own[: len(own) // 16 + 1]  # several at once: there may be a thousand small ones in the way
-            self._lapse([other for other in some if other.priority <= claim.priority])
+        over = self.num_named[uid] + claim.num_keys - self.may_name(uid)
+        lapsing = list[Claim]()
+        for other in sorted(self._of_user.get(uid, ()), key=lambda other: other.order) if over > 0 else ():
+            if over <= 0 or other.priority > claim.priority:
+                break
+            lapsing.append(other)
+            over -= self._of_user[uid][other].num_keys
+        if over > 0:
+            return False
+        self._lapse(lapsing)
+        return True
 
     def change_rank(self, claim: Claim, before: int) -> None:
         """Notes that a claim had this rank before."""
@@ -146,9 +178,11 @@ class TierClaims:
             if (kept := own.get(claim)) is None:
                 continue
             claim.hits += self.hits(claim)
+            self.num_named[claim.namespace.uid] -= kept.num_keys
             del own[claim]
             if not own:
                 del self._of_user[claim.namespace.uid]
+                self.num_named += Counter()  # drops zeros
             claim.num_tiers -= 1
             for group, numbers, _ in kept.groups:
                 released = self.claimed.remove(group, numbers, claim.rank)
@@ -168,7 +202,7 @@ class TierClaims:
     def _readmit(self, freed: Sequence[U32Array]) -> None:
         rows = np.concatenate([NO_NUMBERS, *freed])
         if len(rows):
-            self._tier.readmit(rows)
+            self._tier.let_claimed_go(rows)
 
     def _restore(self, namespace: Namespace, lowered: Sequence[U32Array]) -> None:
         """Finds the rank of keys again that the claims of the highest rank have left."""
@@ -265,7 +299,9 @@ class TierClaims:
         self.num_cut += 1
         before = [(group, numbers, ends, int(np.searchsorted(ends, until))) for group, numbers, ends in kept.groups]
         hits = self.hits(claim)
+        self.num_named[claim.namespace.uid] -= kept.num_keys
         kept.groups = [(group, numbers[:left], ends[:left]) for group, numbers, ends, left in before if left]
+        self.num_named[claim.namespace.uid] += kept.num_keys
         kept.uses_before = int(self.claimed.uses[kept.last]) - hits
         self._release(claim, [(group, numbers[left:], ends) for group, numbers, ends, left in before])
 
@@ -275,22 +311,35 @@ class TierClaims:
         """Returns up to `count` claimed rows to let go where nothing else is left, first to go first: of the user whose
         claims keep the most, in the order in which claims lapse, from the ends of the prompts. `wanted`: of some rows,
         those that may go, and would help.
+
+        One search looks at a bounded number of claims and keys. If it finds nothing, the next one goes on behind them.
         """
-        claimed, found, missing = self.claimed, [NO_NUMBERS], count
-        for uid in sorted(self._of_user, key=claimed.pages_of_user, reverse=True):
-            for claim in sorted(self._of_user[uid], key=lambda claim: claim.order):
-                for _, numbers, _ in self._of_user[uid][claim].groups:
-                    rows = claimed.rows_of(numbers[claimed.rank[numbers] == claim.rank][::-1])
-                    rows = rows[wanted(rows)][:missing]
-                    found.append(rows)
-                    missing -= len(rows)
-                if missing <= 0:
-                    break
-            if missing <= 0:
+        claimed, found, missing, keys = self.claimed, [NO_NUMBERS], count, 0
+        first = self._searched
+        for claim, kept in itertools.islice(self._in_order(), first, first + SEARCHED_CLAIMS):
+            numbers = kept.numbers
+            ends = np.concatenate([ends for _, _, ends in kept.groups])
+            own = claimed.rank[numbers] == claim.rank
+            rows = claimed.rows_of(numbers[own][np.argsort(-ends[own], kind="stable")])
+            rows = rows[wanted(rows)][:missing]
+            found.append(rows)
+            missing -= len(rows)
+            keys += len(numbers)
+            self._searched += 1
+            if missing <= 0 or keys >= SEARCHED_KEYS:
                 break
         rows = np.concatenate(found)
-        victims: U32Array = rows[first_of_each(rows)][:count]
+        if len(rows) or self._searched == first or self._searched >= len(self):
+            self._searched = 0
+        victims: U32Array = rows[first_of_each(rows)]
         return victims
+
+    def _in_order(self) -> Iterator[tuple[Claim, Kept]]:
+        """Yields the claims in the order in which they give up what they keep, where nothing else is left."""
+        for uid in sorted(self._of_user, key=self.claimed.pages_of_user, reverse=True):
+            own = self._of_user[uid]
+            for claim in sorted(own, key=lambda claim: claim.order):
+                yield claim, own[claim]
 
     # --- figures ---
 
@@ -307,8 +356,7 @@ class TierClaims:
 
     def totals(self) -> tuple[int, int]:
         """Returns the claimed keys in the tier, and the pages that they take."""
-        pages = sum(map(self.claimed.pages_of_user, self._of_user))
-        return int(self.claimed.rows.sum()), pages
+        return self.claimed.num_rows, sum(map(self.claimed.pages_of_user, self._of_user))
 
     def check(self) -> list[str]:
         """Returns a list of errors: what the claims name, and the table of claimed keys, must agree."""
@@ -331,6 +379,9 @@ class TierClaims:
             )
             if wrong.any()
         ]
+        counted = Counter({uid: sum(kept.num_keys for kept in own.values()) for uid, own in self._of_user.items()})
+        if +counted != +self.num_named:
+            findings.append("claims: the keys that a user's claims name are miscounted")
         if any(claimed.pages_of_user(uid) > self.budget_pages for uid in self._of_user):
             findings.append("claims: a user's claims keep more than its share")
         return findings + claimed.check(used.astype(np.uint32), self._tier.rows_end)

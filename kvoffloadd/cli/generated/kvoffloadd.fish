@@ -51,7 +51,7 @@ function _shtab_kvoffloadd_using
 end
 
 set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config 'config check' 'config show'
-set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns
+set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns
 
 complete -c kvoffloadd -e
 complete -c kvoffloadd -f
@@ -98,11 +98,13 @@ complete -c kvoffloadd -n '_shtab_kvoffloadd_using retained' -l json -d 'print o
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using retained' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a retain -d 'Keep a named prefix for so long, from now on.'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l number -x -d 'of one claim, in place of a name'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l for -x -d 'for example "90s", "20m", "2h" or "7d"; at most 30 days'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l priority -x -d '0 to 100; the lowest goes first; default: as it is'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a forget -d 'Keep a named prefix no longer. Its keys stay until they are evicted.'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -l number -x -d 'of one claim, in place of a name'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a drain -d 'Wait until running jobs have ended and all stored payloads have a checksum.'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using drain' -s h -l help -d 'show this help message and exit'

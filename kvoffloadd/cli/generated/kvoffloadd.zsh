@@ -153,6 +153,7 @@ _shtab_kvoffloadd_flags_defaults_added=0
 
 _shtab_kvoffloadd_forget_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--number[of one claim, in place of a name]:number:"
   "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
   ":as \`retained\` shows it:"
 )
@@ -199,6 +200,7 @@ _shtab_kvoffloadd_plan_defaults_added=0
 
 _shtab_kvoffloadd_retain_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--number[of one claim, in place of a name]:number:"
   "--for[for example \"90s\", \"20m\", \"2h\" or \"7d\"\; at most 30 days]:TIME:"
   "--priority[0 to 100\; the lowest goes first\; default\: as it is]:NUMBER:"
   "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"

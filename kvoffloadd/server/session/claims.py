@@ -9,10 +9,13 @@ from kvoffloadd.cache.memory.claim import Claim
 from kvoffloadd.cache.memory.keys import has_duplicates
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.retention import Retention
-from kvoffloadd.errors import DuplicateError, MessageError, UnknownNameError
+from kvoffloadd.errors import DuplicateError, ForbiddenError, MessageError, UnknownNameError
 from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.scheduling.steps import Steps
+
+TOKENS_END = 1 << 48
+"""Of the length of a prompt, as a message can have it."""
 
 LISTED_KEYS, LISTED_CLAIMS = 1 << 14, 256
 """The number of keys of the claims that one step describes, and the number of claims in a reply."""
@@ -27,21 +30,29 @@ class SessionClaims:
     retention: Retention
     namespace: Namespace | None
     uid: int | None
+    role: str
 
     def retain(self, message: m.Retain, groups: Sequence[tuple[Keyspace, int, U64Array]]) -> m.Reply:
         """Makes a claim of these keys, or changes the claims of the given name if there are none.
 
         Raises:
             DuplicateError: a key is named twice.
+            ForbiddenError: the session is an observer's, and names keys.
             LimitError: there are more keys than all claims of the user may name.
-            MessageError: neither keys nor a name are given.
-            UnknownNameError: no claim has this name.
+            MessageError: neither keys nor claims are named, or the prompt is too long.
+            UnknownNameError: no claim has this name or number.
         """
         if self.namespace is None or not message.groups:
             return self._extend(message)
-        for keyspace, _, keys in groups:
+        if self.role == "observer":
+            raise ForbiddenError("an observer may name claims, but no keys")
+        if not any(len(keys) for _, _, keys in groups):
+            raise MessageError("the groups of a retain have no keys")
+        for keyspace, first, keys in groups:
             if has_duplicates(keys):
                 raise DuplicateError(f"group {keyspace.schema.group}: a key is claimed twice in one request")
+            if (first + len(keys)) * keyspace.schema.tokens_per_key >= TOKENS_END:
+                raise MessageError(f"group {keyspace.schema.group}: no prompt is as long as `first` makes this one")
         priority = m.PRIORITY_DEFAULT if message.priority is None else message.priority
         claim = self.retention.retain(
             self.namespace, groups, priority=priority, seconds=message.seconds, name=message.name
@@ -49,13 +60,15 @@ class SessionClaims:
         return _told(message.seq, [] if claim is None else [claim])
 
     def _extend(self, message: m.Retain) -> m.Reply:
-        claims = self._named(message.name)
+        claims = self._named(message.name, message.number)
         self.retention.extend(claims, message.seconds, message.priority)
         return _told(message.seq, claims)
 
     def forget(self, message: m.Forget) -> m.Reply:
-        """Ends claims by their name. Raises UnknownNameError if no claim has it, MessageError if it is empty."""
-        claims = self._named(message.name)
+        """Ends claims. Raises UnknownNameError if there are none of this name or number, MessageError if the request
+        has neither.
+        """
+        claims = self._named(message.name, message.number)
         reply = _told(message.seq, claims)
         self.retention.forget(claims)
         return reply
@@ -80,12 +93,15 @@ class SessionClaims:
             if claim.number >= first and self._owns(claim):
                 yield claim
 
-    def _named(self, name: str) -> list[Claim]:
-        if not name:
-            raise MessageError("the request names neither keys nor claims")
-        claims = [claim for claim in self._visible(0) if claim.name == name]
+    def _named(self, name: str, number: int) -> list[Claim]:
+        if bool(name) == bool(number):
+            raise MessageError("the request names neither keys nor claims, or claims by a name and a number")
+        claims = [
+            claim for claim in self._visible(number) if (claim.number == number if number else claim.name == name)
+        ]
         if not claims:
-            raise UnknownNameError(f"no claim is named {name!r}: it has ended, or was never made")
+            what = f"is named {name!r}" if name else f"has the number {number}"
+            raise UnknownNameError(f"no claim {what}: it has ended, or was never made")
         return claims
 
     def _owns(self, claim: Claim) -> bool:

@@ -247,7 +247,7 @@ class Session:
 
     def _own_claims(self) -> SessionClaims:
         uid = None if self.privileged else self.peer.uid
-        return SessionClaims(self._context.cache.retention, self._namespace, uid)
+        return SessionClaims(self._context.cache.retention, self._namespace, uid, self.role)
 
     def _find(self, groups: list[m.GroupKeys], *, ask: bool = False, local: bool = False) -> Lookups:
         found = find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
