@@ -97,7 +97,7 @@ FIELDS = {
     ),
     "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.base:PrepareStoreOutput": "keys_to_store store_spec evicted_keys",
-    "vllm.v1.kv_offload.base:ReqContext": "req_id",
+    "vllm.v1.kv_offload.base:ReqContext": "req_id kv_transfer_params kv_hints _offload_key_positions",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window extra_retained_tokens",
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "attention_chunk_size",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec is_eagle_group",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffloadd.client import ClaimFigures, Client
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.vllm import ENVIRONMENT, transfer_config
@@ -80,8 +81,8 @@ class VllmEngine(EngineChild):
     # --- what may be asked ---
 
     def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
-        """All at once, to their ends. `given`: `salt`, `params` (`kv_transfer_params`) and `adapter` of all, and
-        `load_after`, the steps after which that is loaded in place.
+        """All at once, to their ends. `given`: `salt`, `params` (`kv_transfer_params`), `hints` (actions of an
+        envelope) and `adapter` of all, and `load_after`, the steps after which that is loaded in place.
         """
         self.begin(prompts, max_tokens, **given)
         return self.finish()
@@ -158,6 +159,12 @@ def settle(daemon: Daemon, engine: VllmEngine) -> None:
     engine.generate(prompts(0, 1, 33))
     engine.await_transfers()
     until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored", 60.0)
+
+
+def claims(daemon: Daemon) -> list[ClaimFigures]:
+    """All that are in force, the oldest first."""
+    with Client(daemon.socket, namespace=None, role="observer") as observer:
+        return observer.claims()
 
 
 def prompts(seed: int, count: int = 12, length: int = 501) -> Prompts:

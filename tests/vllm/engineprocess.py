@@ -33,11 +33,12 @@ class ServedVllm:
         params: dict[str, Any] | None = None,
         adapter: dict[str, Any] | None = None,
         load_after: int | None = None,
+        hints: list[dict[str, Any]] | None = None,
     ) -> Answer:
         """Runs all prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map,
-        which is loaded in place after `load_after` steps.
+        which is loaded in place after `load_after` steps; `hints`: actions of a KvHintsEnvelope, as maps.
         """
-        names = self._add(prompts, max_tokens, salt, params, adapter)
+        names = self._add(prompts, max_tokens, salt, params, adapter, hints)
         if adapter is not None and load_after is not None:
             from vllm.lora.request import LoRARequest
 
@@ -109,11 +110,15 @@ class ServedVllm:
         salt: str | None,
         params: dict[str, Any] | None = None,
         adapter: dict[str, Any] | None = None,
+        hints: list[dict[str, Any]] | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
         lora = None if adapter is None else LoRARequest(**adapter)
+        actions = None if hints is None else [KvHintAction(**action) for action in hints]
+        envelope = None if actions is None else KvHintsEnvelope("0.1", "m", actions)
 
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(
@@ -124,7 +129,7 @@ class ServedVllm:
             self._asked += 1
             names.append(f"r{self._asked}")
             given: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-            self._llm.llm_engine.add_request(names[-1], given, sampling, lora_request=lora)
+            self._llm.llm_engine.add_request(names[-1], given, sampling, lora_request=lora, kv_hints=envelope)
         return names
 
     def _collect(self, names: list[str], steps: int | None = None) -> list[Answer]:

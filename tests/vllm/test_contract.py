@@ -18,5 +18,5 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("number", SUPPORTED)
 def test_contract(number: str, model: Callable[[str], Path]) -> None:
     """`contract.py` and the others pass in a separate process."""
-    files = (f"tests/vllm/{name}.py" for name in ("contract", "contract_handoff", "contract_hits", "contract_hosts"))
-    run_with(number, model("dense"), *files, deadline_s=800)
+    names = ("contract", "contract_claims", "contract_handoff", "contract_hits", "contract_hosts")
+    run_with(number, model("dense"), *(f"tests/vllm/{name}.py" for name in names), deadline_s=800)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvoffloadd.integrations.common.keys import KEY_BYTES, key_of_name, mask_of
-from kvoffloadd.model import U8Array
+from kvoffloadd.model import I64Array, U8Array
 
 _GROUP_BYTES = 4
 
@@ -71,6 +71,12 @@ def group_of(offload_key: bytes) -> int:
     return int.from_bytes(offload_key[-_GROUP_BYTES:], "big")
 
 
+def groups_of(offload_keys: Sequence[bytes]) -> I64Array:
+    """Returns `group_of` each, all at once. Their hashes have one length, as all of an engine's have."""
+    ends = np.ascontiguousarray(_joined(offload_keys)[:, -_GROUP_BYTES:])
+    return ends.view(">u4").ravel().astype(np.int64)
+
+
 def key_of(offload_key: bytes, names: KeyNames = PLAIN) -> bytes:
     """Returns the daemon's key, `KEY_BYTES` wide."""
     name, number = offload_key[:-_GROUP_BYTES], names.number(group_of(offload_key))
@@ -110,24 +116,28 @@ def by_group(offload_keys: Iterable[bytes], names: KeyNames = PLAIN) -> dict[int
 
 def pack_by_group(offload_keys: Sequence[bytes], names: KeyNames = PLAIN) -> dict[int, tuple[int, U8Array]]:
     """Returns group -> the index of its first key, and u8 (keys, KEY_BYTES): `key_of` of each, all at once. Their
-    hashes have one length, as all of an engine's have.
+    hashes have one length.
     """
     if not offload_keys:
         return {}
-    joined = np.frombuffer(b"".join(offload_keys), np.uint8).reshape(len(offload_keys), -1)
-    hashes, ends = joined[:, :-_GROUP_BYTES], np.ascontiguousarray(joined[:, -_GROUP_BYTES:])
+    hashes = _joined(offload_keys)[:, :-_GROUP_BYTES]
     if hashes.shape[1] > KEY_BYTES:
         digests = b"".join(key_of(key, names) for key in offload_keys)
         named, masked = np.frombuffer(digests, np.uint8).reshape(-1, KEY_BYTES), True
     else:
         named, masked = np.zeros((len(hashes), KEY_BYTES), np.uint8), False
         named[:, : hashes.shape[1]] = hashes
-    groups = ends.view(">u4").ravel()
+    groups = groups_of(offload_keys)
     found = {}
     for group, first in zip(*(array.tolist() for array in np.unique(groups, return_index=True)), strict=True):
         mask = 0 if masked else mask_of(names.number(group))
         found[group] = first, named[groups == group] ^ np.frombuffer(mask.to_bytes(KEY_BYTES, "little"), np.uint8)
     return found
+
+
+def _joined(offload_keys: Sequence[bytes]) -> U8Array:
+    width = len(offload_keys[0]) if offload_keys else _GROUP_BYTES
+    return np.frombuffer(b"".join(offload_keys), np.uint8).reshape(-1, width)
 
 
 def _masked(padded: bytes, mask: int) -> bytes:

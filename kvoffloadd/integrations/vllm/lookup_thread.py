@@ -24,6 +24,7 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import Piece
 from kvoffloadd.integrations.common.link import DaemonLink
+from kvoffloadd.integrations.vllm.claims import RequestKeys, claims_of, numbered
 from kvoffloadd.integrations.vllm.keys import KeyNames, pack_by_group
 from kvoffloadd.model import Tier, U8Array
 
@@ -82,7 +83,8 @@ class LookupThread:
         """Starts the thread. `groups`: those that the engine's ranks register, without memory."""
         warning, refused = "no cache until the daemon answers", "the daemon has refused a request"
         self._link = DaemonLink(client, groups, logger, lost=warning, refused=refused, greet=self._weigh)
-        self._tokens_per_key = {group.group: group.tokens_per_key for group in groups.groups}
+        self._groups = {group.group: group for group in groups.groups}
+        self._missed_claims = False  # a daemon without them was noticed
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: deque[PinRequest] = deque()
         self._promoting: list[PinRequest] = []
@@ -121,6 +123,10 @@ class LookupThread:
                 self._attempt(partial(self._keep, groups, how))
 
         self._commands.put(tell)
+
+    def retain(self, request: RequestKeys) -> None:
+        """Claims keys of a request that has ended: lost if the daemon does not answer now, or knows no claims."""
+        self._commands.put(lambda: self._retain(request))
 
     def touch(self, used: Collection[UsedKeys]) -> None:
         """Reports which keys were used, when no lookup is queued: a hint, lost if the daemon does not answer."""
@@ -231,11 +237,32 @@ class LookupThread:
 
     def _starts(self, ends: Mapping[int, int]) -> dict[int, int]:
         """Returns the position of each group's first key, given the token in the prompt where that key ends."""
-        return {group: -(-end // self._tokens_per_key[group]) - 1 for group, end in ends.items()}
+        return {group: -(-end // self._groups[group].tokens_per_key) - 1 for group, end in ends.items()}
 
     def _keep(self, groups: dict[int, list[bytes]], how: KeepHow, client: Client) -> None:
         for piece, first in self._link.pieces(_counts(groups)):
             client.keep(_packed(groups, piece), how, first)
+
+    def _retain(self, request: RequestKeys) -> None:
+        if not self.connected:
+            return
+        if "retain" not in self._link.client.features:
+            if not self._missed_claims:
+                self._missed_claims = True
+                logger.warning("kvoffloadd: the daemon is older and knows no claims: nothing is retained for requests")
+            return
+        claims = [
+            (claim, piece, first)
+            for claim in claims_of(request, self._groups)
+            for piece, first in self._link.pieces(claim.counts, claim.first)
+        ]
+        names = numbered([claim.directive.name for claim, _, _ in claims])
+        # Of one priority, the daemon gives up the oldest claims first: those that are last in the request.
+        for name, (claim, piece, first) in reversed(list(zip(names, claims, strict=True))):
+            keys = {group: claim.groups[group][span] for group, span in piece.items()}
+            asked = partial(Client.retain, groups=keys, seconds=claim.directive.seconds, name=name, first=first)
+            if self.connected:
+                self._attempt(partial(asked, priority=claim.directive.priority))
 
     def _tell_used(self) -> None:
         """Reports one prompt that waits as used. Only one: a lookup may have come meanwhile."""

@@ -39,6 +39,7 @@ from kvoffloadd.integrations.vllm.expectation import expected_until
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
+from kvoffloadd.integrations.vllm.retainhints import RetainHints
 from kvoffloadd.integrations.vllm.reusehints import ReuseHints
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
 from kvoffloadd.model import Tier
@@ -71,6 +72,7 @@ _TIMED_OUT = "vllm:kvoffloadd_lookup_timeouts"
 _FAILED_LOADS = "vllm:kvoffloadd_failed_loads"
 _RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
 _KEPT = "vllm:kvoffloadd_kept_tokens"
+_IGNORED_HINTS = "vllm:kvoffloadd_ignored_hints"
 
 
 class _Told:
@@ -106,6 +108,7 @@ class KVOffloaddManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self._fresh: dict[str, RequestState] = {}
         self._keeping = ReuseHints()
+        self._retaining = RetainHints()
         self._used: dict[OffloadKey, UsedKeys] = {}  # in this step, by the last key: it names all before it
         self._outstanding: set[PinRequest] = set()
         self._names = names
@@ -115,7 +118,9 @@ class KVOffloaddManager(OffloadingManager):
     # --- lookups -------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Returns a context that stores only computed blocks."""
+        """Reads what the request asks to retain. Returns a context that stores only computed blocks."""
+        if ignored := self._retaining.begin(req_context):
+            self._stats.increase_counter(_IGNORED_HINTS, ignored)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -148,6 +153,7 @@ class KVOffloaddManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Sends the step's lookups."""
+        self._retaining.scheduled(context.new_req_ids)
         for request in context.new_req_ids:
             state = self._requests.get(request)
             if state is not None and not state.loading:
@@ -301,8 +307,11 @@ class KVOffloaddManager(OffloadingManager):
     # --- the ends ------------------------------------------------------------------------------------
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Releases its pins, unless a load still needs them."""
+        """Releases its pins, unless a load still needs them. Claims what it asks to retain."""
         self._keep(self._keeping.finished(req_context))
+        wanted = self._retaining.finished(req_context, self._names)
+        if wanted is not None and _shares(req_context):
+            self._lookup_thread.retain(wanted)
         state = self._requests.get(req_context.req_id)
         if state is None:
             return
@@ -417,4 +426,5 @@ def metric_definitions() -> dict[str, Any]:
         _FAILED_LOADS: OffloadingCounterMetadata("Loads of requests that failed, whole or in part."),
         _RECOMPUTED: OffloadingCounterMetadata("Tokens that were to be loaded, and were recomputed."),
         _KEPT: OffloadingCounterMetadata("Tokens of failed loads that were not recomputed after all."),
+        _IGNORED_HINTS: OffloadingCounterMetadata("Hints to retain keys, or unknown ones, that were ignored."),
     }

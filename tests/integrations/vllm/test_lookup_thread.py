@@ -19,6 +19,7 @@ from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Client, Found, KeyState, KvCache
 from kvoffloadd.errors import ConnectionLostError
 from kvoffloadd.integrations.common.link import DaemonLink
+from kvoffloadd.integrations.vllm.claims import Directive, RequestKeys
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.model import Tier
@@ -205,6 +206,76 @@ def test_keys_are_used_where_they_stand_in_their_prompt(
     assert touches == [{0: 0, 1: 2}, {0: 0, 1: 0}]
 
 
+def ended(keys: Keys, other: Keys, *directives: Directive) -> RequestKeys:
+    """A request that has these keys of both groups, all in its prompt."""
+    named = [key.tobytes() + group.to_bytes(4, "big") for group, those in enumerate((keys, other)) for key in those]
+    ends = [16 * (at + 1) for those in (keys, other) for at in range(len(those))]
+    return RequestKeys(directives, named, ends, len(named), PLAIN)
+
+
+def test_what_a_request_wants_retained_is_claimed(daemon: Daemon, lines: Make, keys: Keys) -> None:
+    """Both groups, and all that each directive says of it."""
+    line = lines(daemon)
+    rank = line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    asked = [Directive(600.0, 80, "agent 7", 32, 96), Directive(60.0, start=160)]
+    lookup_thread.retain(ended(keys, keys[:4], *asked))
+    until(lambda: len(rank.client.claims()) == 2, "both are claimed")
+    later, sooner = rank.client.claims()
+    assert (sooner.name, sooner.priority, sooner.keys, sooner.tokens) == ("agent 7", 80, 4 + 2, 96)
+    assert (later.name, later.priority, later.keys, later.tokens) == ("", 50, 2, 192)
+    assert 500 < sooner.left_s <= 600
+    assert 0 < later.left_s <= 60
+
+
+@pytest.mark.slow
+def test_more_keys_than_a_claim_may_have_are_several_claims(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """The beginning of the prompt is claimed last: of one priority, the daemon gives up the oldest claims first."""
+    line = lines(start_daemon("limits.keys_per_request=5"))
+    rank = line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    for _ in range(2):
+        lookup_thread.retain(ended(keys, keys[:1], Directive(600.0, name="agent 7")))
+    lookup_thread.retain(ended(keys[:1], keys[:0], Directive(600.0, name="last")))
+    until(lambda: [claim.name for claim in rank.client.claims()][-1:] == ["last"], "all is claimed")
+    found = [(claim.name, claim.tokens) for claim in rank.client.claims()]
+    assert found == [("agent 7 #3", 192), ("agent 7 #2", 160), ("agent 7 #1", 80), ("last", 16)]
+
+
+@pytest.mark.slow
+def test_a_refused_claim_refuses_no_other(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    line = lines(start_daemon())
+    rank = line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    lookup_thread.retain(ended(np.concatenate([keys[:1], keys[1:2], keys[1:2]]), keys[:0], Directive(600.0)))
+    lookup_thread.retain(ended(keys, keys[:0], Directive(600.0, name="right")))
+    until(lambda: [claim.name for claim in rank.client.claims()] == ["right"], "the other one is claimed")
+    assert lookup_thread.connected
+
+
+def test_a_daemon_that_knows_no_claims_gets_none(
+    daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm.kvoffloadd"), "propagate", True)
+    line = lines(daemon)
+    rank = line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    connector = lookup_thread._link.client._core._connector
+    known = connector.features
+    connector.features = known - {"retain"}
+    for _ in range(2):
+        lookup_thread.retain(ended(keys, keys, Directive(600.0)))
+    asked = pin_request(keys)
+    lookup_thread.ask(asked)
+    answered(lookup_thread, asked)
+    assert not rank.client.claims()
+    assert lookup_thread.connected
+    assert caplog.text.count("the daemon is older and knows no claims") == 1
+    connector.features = known
+    lookup_thread.retain(ended(keys, keys, Directive(600.0)))
+    until(lambda: len(rank.client.claims()) == 1, "a later one does")
+
+
 @pytest.mark.slow
 def test_hints_that_nobody_takes_are_lost(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
@@ -214,10 +285,12 @@ def test_hints_that_nobody_takes_are_lost(start_daemon: Start, lines: Make, keys
     daemon.kill()
     until(lambda: not lookup_thread.connected, "it knows")
     lookup_thread.touch([used(keys, keys, {})])
+    lookup_thread.retain(ended(keys, keys, Directive(600.0)))
     until(lambda: not lookup_thread._used, "they are forgotten")
     daemon.start()
     until(lambda: lookup_thread.connected, "it is connected again")
     assert touched(daemon) == 0
+    assert daemon.status()["retention"]["claims_made"] == 0
 
 
 @pytest.mark.slow
