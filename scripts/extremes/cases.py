@@ -114,20 +114,34 @@ def retain_in_256_groups(scene: Scene) -> Iterator[None]:
     peer.ok("forget", name="b")
 
 
-@asks("retain, claims", "1,024 claims of the same 16,384 keys, and one of another priority")
-def many_claims(scene: Scene) -> Iterator[None]:
+@asks("retain", "16 claims of the same 16,384 keys, and the next one, for which the first lapses")
+def large_claims(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     groups = [{"group": 0, "keys": scene.keys(KEYS)}]
+    for number in range(16):
+        peer.ok("retain", groups=groups, seconds=60.0, name=f"large {number}", priority=number)
+    yield
+    peer.ok("retain", groups=groups, seconds=60.0, name="large 16", priority=99)
+    peer.ok("retain", groups=[], seconds=60.0, name="large 16", priority=1)
+    for number in range(1, 17):
+        peer.ok("forget", name=f"large {number}")
+
+
+@asks("retain, claims", "1,023 claims of the same 255 keys, and one of another priority")
+def many_claims(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    groups = [{"group": 0, "keys": scene.keys(255)}]
     for number in range(CLAIMS_PER_USER - 1):
         peer.ok("retain", groups=groups, seconds=60.0, name=f"claim {number}")
     yield
     peer.ok("retain", groups=groups, seconds=60.0, name="high", priority=99)
+    peer.ok("retain", groups=[], seconds=60.0, name="high", priority=1)
     listed, cursor = 0, 0
     while cursor or not listed:
         answer = peer.ok("claims", cursor=cursor)
         listed, cursor = listed + len(answer["claims"]), answer["cursor"]
     peer.ok("forget", name="high")
-    for number in range(0, CLAIMS_PER_USER - 1, 64):
+    for number in range(CLAIMS_PER_USER - 1):
         peer.ok("forget", name=f"claim {number}")
 
 
@@ -136,7 +150,7 @@ def claims_end(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     keys, end = scene.keys(KEYS), time.monotonic() + CLAIMS_S
     for number in range(CLAIMS_PER_USER):
-        claimed = [{"group": 0, "keys": keys[number * 32 : (number + 256) * 32]}]
+        claimed = [{"group": 0, "keys": keys[number * 32 : (number + 255) * 32]}]
         peer.ok("retain", groups=claimed, seconds=max(0.1, end - time.monotonic()))
     yield
     while peer.ok("status")["status"]["retention"]["claims"]:
@@ -490,9 +504,9 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
 
 CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
-    touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups, many_claims, claims_end,
-    reserve_and_release, store_and_load,
-    store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
+    touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups, large_claims,
+    many_claims, claims_end, reserve_and_release, store_and_load, store_and_load_of_160_layers,
+    jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
     jobs_of_256_groups, reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
     a_session_with_30000_pins_ends, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends,
     drains_of_a_thousand_jobs, drains_of_many_sessions, status_of_a_thousand_jobs, attach_64, attach_64_times_64,

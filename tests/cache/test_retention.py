@@ -62,7 +62,7 @@ def resident(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
 def num_kept(cache: Cache, claim: Claim) -> int:
     """How many keys of a claim memory keeps: fewer than it names if it was cut."""
     kept = cache.retention.memory.get(claim)
-    return 0 if kept is None else kept.num_keys
+    return 0 if kept is None else len(kept.numbers)
 
 
 def flood(cache: Cache, keyspace: Keyspace, count: int, begin: int = 1000) -> None:
@@ -701,10 +701,10 @@ def test_keys_that_have_almost_equal_hashes_are_refused_whole(monkeypatch: pytes
     retain(cache, keyspace, 1, 2)
     insert = cache.entries.claimed.index.insert
 
-    def refuse(number: int, keys: np.ndarray) -> np.ndarray:
-        if len(keys) == 3:
+    def refuse(numbers: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        if len(keys) == 4:
             raise LimitError("too many keys have almost equal hashes")
-        return insert(number, keys)
+        return insert(numbers, keys)
 
     monkeypatch.setattr(cache.entries.claimed.index, "insert", refuse)
     with pytest.raises(LimitError):

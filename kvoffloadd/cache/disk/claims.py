@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvoffloadd.cache.disk.contents import DiskContents
@@ -47,11 +49,15 @@ class DiskClaims(TierClaims):
     def rows_end(self) -> int:
         return self._catalog.index.rows_end
 
-    def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        disk_keyspace = self._contents.of(keyspace)
-        if disk_keyspace is None or not disk_keyspace.open or self._contents.keyspace_of(disk_keyspace) is not keyspace:
-            return np.full(len(keys), -1, np.int64)
-        return self._catalog.index.find(disk_keyspace.id, keys)
+    def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
+        numbers, is_open = np.zeros(len(keyspaces), np.uint16), np.zeros(len(keyspaces), bool)
+        for place, (keyspace, _) in enumerate(keyspaces):
+            disk_keyspace = self._contents.of(keyspace)
+            if disk_keyspace is not None and self._contents.keyspace_of(disk_keyspace) is keyspace:
+                numbers[place], is_open[place] = disk_keyspace.id, disk_keyspace.open
+        counts = [count for _, count in keyspaces]
+        rows = self._catalog.index.find(np.repeat(numbers, counts), keys)
+        return np.where(np.repeat(is_open, counts), rows, -1)
 
     def set_aside(self, rows: U32Array) -> None:
         self._catalog.mark_claimed(rows, claimed=True)

@@ -51,7 +51,7 @@ class ClaimedKeys:
     """
 
     def __init__(self, max_rows: int, seed: int, pages_of: Callable[[Keyspace], int]) -> None:
-        self._pages_of = pages_of
+        self.pages_of = pages_of
         self.index = Index(KEYS_MAX, seed)
         self.claims: U16Array = reserve_array((KEYS_MAX,), np.uint16)  # that name the key
         self.rank: U8Array = reserve_array((KEYS_MAX,), np.uint8)  # the highest of them
@@ -64,10 +64,10 @@ class ClaimedKeys:
         self.pages: I64Array = np.zeros(NUMBERS, np.int64)
         self.uids: I64Array = np.zeros(NUMBERS, np.int64)
         self._groups: dict[Keyspace, ClaimedGroup] = {}
+        self._by_number: dict[int, ClaimedGroup] = {}
         self._of_user: dict[int, dict[int, ClaimedGroup]] = {}
         self.num_rows = 0  # claimed keys in the tier
         self.version = 0  # grows when rows begin or end to be claimed
-        self._numbers: set[int] = set()
         self._next = 0
 
     def __bool__(self) -> bool:
@@ -136,11 +136,7 @@ class ClaimedKeys:
     def count_pages(self, keyspace: Keyspace) -> None:
         """Counts the pages of a keyspace again after the sizes of its parts have changed."""
         if (group := self._groups.get(keyspace)) is not None:
-            self.pages[group.number] = self._pages_of(keyspace)
-
-    def pages_of_key(self, keyspace: Keyspace) -> int:
-        """Returns the pages that a key of this keyspace takes in the tier."""
-        return self._pages_of(keyspace)
+            self.pages[group.number] = self.pages_of(keyspace)
 
     def pages_of_user(self, uid: int) -> int:
         """Returns the pages of all claimed keys of a user that are in the tier."""
@@ -162,43 +158,46 @@ class ClaimedKeys:
         """Returns the rows of all claimed keys in the tier."""
         return self.rows_of(np.flatnonzero(self.row[: self.index.rows_end]).astype(np.uint32))
 
-    def numbers_of(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        """Returns the number of each key, or -1 if no claim names it."""
-        group = self._groups.get(keyspace)
-        return np.full(len(keys), -1, np.int64) if group is None else self.index.find(group.number, keys)
-
     # --- claims that begin and end ---
 
     def add(
-        self, keyspace: Keyspace, keys: U64Array, rank: int, rows: I64Array
-    ) -> tuple[ClaimedGroup, U32Array, U32Array]:
-        """Adds a claim of these distinct keys, which have these rows (-1: none). There must be room for them (`left`).
-        Returns their group, their numbers, and the rows that were not claimed before.
+        self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, rank: int, rows: I64Array
+    ) -> tuple[U32Array, U32Array]:
+        """Adds a claim of these keys, which have these rows (-1: none): for each keyspace in turn, the given number of
+        the keys, which are distinct. Returns their numbers, and the rows that were not claimed before.
 
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was added.
         """
-        group = self._groups.get(keyspace) or self._open_group(keyspace)
-        numbers = self.index.find(group.number, keys)
+        groups = [self._groups.get(keyspace) or self._open_group(keyspace) for keyspace, _ in keyspaces]
+        of_key = np.repeat(np.array([group.number for group in groups], np.uint16), [count for _, count in keyspaces])
+        numbers = self.index.find(of_key, keys)
         fresh = np.flatnonzero(numbers < 0)
         if len(fresh):
             try:
-                numbers[fresh] = added = self.index.insert(group.number, keys[fresh])
+                numbers[fresh] = added = self.index.insert(of_key[fresh], keys[fresh])
             except LimitError:
-                self._close_if_empty(group)
+                for group in groups:
+                    self._close_if_empty(group)
                 raise
             self.claims[added] = self.tops[added] = self.rank[added] = self.row[added] = self.uses[added] = 0
-            group.keys += len(fresh)
+            self._count_keys(added, +1)
         found: U32Array = numbers.astype(np.uint32)
         self.claims[found] += np.uint16(1)
-        self.restore(found, rank)
+        self._raise(found, rank)
         resident = fresh[rows[fresh] >= 0]
         newly = rows[resident].astype(np.uint32)
         self._link(found[resident], newly)
-        return group, found, newly
+        return found, newly
 
-    def remove(self, group: ClaimedGroup, numbers: U32Array, rank: int) -> Released:
-        """Removes a claim of this rank from these distinct keys of one group."""
+    def _count_keys(self, numbers: U32Array, sign: int) -> None:
+        """Counts keys of their groups that have come (+1) or gone (-1)."""
+        which, counts = np.unique(self.index.keyspace[numbers], return_counts=True)
+        for number, count in zip(which.tolist(), counts.tolist(), strict=True):
+            self._by_number[number].keys += sign * count
+
+    def remove(self, numbers: U32Array, rank: int) -> Released:
+        """Removes a claim of this rank from these distinct keys."""
         self.claims[numbers] -= np.uint16(1)
         tops = numbers[self.rank[numbers] == rank]
         self.tops[tops] -= np.uint16(1)
@@ -206,29 +205,40 @@ class ClaimedKeys:
         resident = gone[self.row[gone] != 0]
         rows = self.rows_of(resident)
         self._unlink(resident, rows)
+        self._count_keys(gone, -1)
+        for number in distinct(self.index.keyspace[gone]).tolist():
+            self._close_if_empty(self._by_number[number])
         self.index.remove(gone)
         self.index.free(gone)
-        group.keys -= len(gone)
-        self._close_if_empty(group)
         lowered = tops[(self.claims[tops] > 0) & (self.tops[tops] == 0)]
         self.rank[lowered] = 0
         return Released(rows, lowered)
 
     def change_rank(self, numbers: U32Array, before: int, after: int) -> U32Array:
         """Changes the rank of a claim of these distinct keys. Returns those that may have a lower rank now, as
-        `Released.lowered`; the claim itself counts for them when it is restored.
+        `Released.lowered`; `restore` must count the claim itself for them.
         """
         tops = numbers[self.rank[numbers] == before]
         self.tops[tops] -= np.uint16(1)
         lowered: U32Array = tops[self.tops[tops] == 0]
         self.rank[lowered] = 0
-        self.restore(numbers[self.rank[numbers] != 0], after)
+        self._raise(numbers[self.rank[numbers] != 0], after)
         return lowered
 
-    def restore(self, numbers: U32Array, rank: int) -> None:
-        """Counts a claim of this rank for each key: a new claim, or one that is the highest again (see
-        `Released.lowered`).
+    def restore(self, lowered: U32Array, numbers: U32Array, ranks: U8Array) -> None:
+        """Finds the ranks of the keys in `lowered` again. `numbers`: of all keys that claims name, each for every claim
+        of it, which has the rank in `ranks`.
         """
+        wanted = np.zeros(self.index.rows_end, bool)
+        wanted[lowered[self.rank[lowered] == 0]] = True
+        counts = np.flatnonzero(wanted[numbers])
+        numbers, ranks = numbers[counts], ranks[counts]
+        np.maximum.at(self.rank, numbers, ranks)
+        self.tops[numbers] = 0
+        count_up(self.tops, numbers[ranks == self.rank[numbers]])
+
+    def _raise(self, numbers: U32Array, rank: int) -> None:
+        """Counts a claim of this rank for each of these distinct keys."""
         old = self.rank[numbers]
         self.tops[numbers[old < rank]] = 1
         self.tops[numbers[old == rank]] += np.uint16(1)
@@ -251,21 +261,19 @@ class ClaimedKeys:
         return before, rows[there].astype(np.uint32)
 
     def _open_group(self, keyspace: Keyspace) -> ClaimedGroup:
-        while self._next in self._numbers:
+        while self._next in self._by_number:
             self._next = (self._next + 1) % NUMBERS
-        group = self._groups[keyspace] = ClaimedGroup(self._next, keyspace)
-        self._numbers.add(group.number)
+        group = self._groups[keyspace] = self._by_number[self._next] = ClaimedGroup(self._next, keyspace)
         uid = keyspace.namespace.uid
         self._of_user.setdefault(uid, {})[group.number] = group
-        self.rows[group.number], self.pages[group.number] = 0, self._pages_of(keyspace)
+        self.rows[group.number], self.pages[group.number] = 0, self.pages_of(keyspace)
         self.uids[group.number] = uid
         return group
 
     def _close_if_empty(self, group: ClaimedGroup) -> None:
         if group.keys:
             return
-        del self._groups[group.keyspace]
-        self._numbers.discard(group.number)
+        del self._groups[group.keyspace], self._by_number[group.number]
         own = self._of_user[group.keyspace.namespace.uid]
         del own[group.number]
         if not own:
@@ -286,7 +294,7 @@ class ClaimedKeys:
             findings.append("claims: the keys of a group are miscounted")
         if not all(group.keys for group in groups):
             findings.append("claims: a group has lost its keys")
-        if any(self.pages[group.number] != self._pages_of(group.keyspace) for group in groups):
+        if any(self.pages[group.number] != self.pages_of(group.keyspace) for group in groups):
             findings.append("claims: the pages of a key are wrong")
         rows = self.rows_of(numbers)
         named = np.count_nonzero(self.number[:rows_end])

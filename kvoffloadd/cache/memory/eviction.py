@@ -185,8 +185,8 @@ class Eviction:
     def rows_end(self) -> int:
         return self._entries.index.rows_end
 
-    def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        return self._entries.find(keyspace, keys)
+    def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
+        return self._entries.find_all(keyspaces, keys)
 
     def set_aside(self, rows: U32Array) -> None:
         self._entries.uses.settle()

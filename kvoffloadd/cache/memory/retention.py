@@ -26,7 +26,7 @@ CLAIMS_PER_USER = 1024
 ENDS_SPARE = 64
 """The number of ends that may be remembered of claims that ended earlier or were extended."""
 
-ENDED_CLAIMS, ENDED_KEYS = 128, 1 << 15
+ENDED_CLAIMS, ENDED_KEYS = 64, 1 << 14
 """The number of claims that one turn of the event loop takes out of the tiers, and about the number of their keys."""
 
 

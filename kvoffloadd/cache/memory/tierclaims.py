@@ -16,10 +16,10 @@ import numpy as np
 
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.claim import Claim
-from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX, NO_NUMBERS, ClaimedGroup, ClaimedKeys
+from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX, NO_NUMBERS, ClaimedKeys
 from kvoffloadd.cache.memory.index import distinct, first_of_each
+from kvoffloadd.cache.memory.keys import join_keys
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
-from kvoffloadd.errors import LimitError
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 from kvoffloadd.scheduling.shares import share_left
 
@@ -41,8 +41,8 @@ class ClaimingTier(Protocol):
     def rows_end(self) -> int:
         """Returns the end of its rows: every row is below it."""
 
-    def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        """Returns the row of each key, or -1."""
+    def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
+        """Returns the row of each key, or -1: for each keyspace in turn, of the given number of the keys."""
 
     def set_aside(self, rows: U32Array) -> None:
         """Takes rows out of the order in which the tier lets keys go: they are claimed."""
@@ -53,28 +53,13 @@ class ClaimingTier(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What a tier keeps of a claim: for each group, numbers of claimed keys in prompt order, and where each ends, in
-    tokens.
+    """What a tier keeps of a claim: the numbers of its claimed keys, of all groups, in the order in which they end in
+    the prompt, and where each ends, in tokens.
     """
 
-    groups: list[tuple[ClaimedGroup, U32Array, I64Array]]
+    numbers: U32Array
+    ends: I64Array
     uses_before: int = 0  # of its last key
-
-    @property
-    def numbers(self) -> U32Array:
-        """Returns the numbers of all its keys."""
-        return np.concatenate([NO_NUMBERS, *(numbers for _, numbers, _ in self.groups)])
-
-    @property
-    def num_keys(self) -> int:
-        """Returns the number of its keys."""
-        return sum(len(numbers) for _, numbers, _ in self.groups)
-
-    @property
-    def last(self) -> int:
-        """Returns the number of the key with which its prompt ends."""
-        _, numbers, _ = max(self.groups, key=lambda group: int(group[2][-1]))
-        return int(numbers[-1])
 
 
 class TierClaims:
@@ -110,21 +95,18 @@ class TierClaims:
         """
         if not self.budget_pages or not self._has_place(claim, prompt) or not self._make_room(claim):
             return
-        kept, newly = Kept([]), [NO_NUMBERS]
-        try:
-            for keyspace, first, keys in prompt:
-                group, numbers, rows = self.claimed.add(keyspace, keys, claim.rank, self._tier.find(keyspace, keys))
-                ends = np.arange(first + 1, first + len(keys) + 1) * keyspace.schema.tokens_per_key
-                kept.groups.append((group, numbers, ends))
-                newly.append(rows)
-        except LimitError:
-            self._release(claim, kept.groups)
-            raise
-        kept.uses_before = int(self.claimed.uses[kept.last])
+        keyspaces, keys = (
+            [(keyspace, len(keys)) for keyspace, _, keys in prompt],
+            join_keys(keys for _, _, keys in prompt),
+        )
+        ends = np.concatenate([_ends(keyspace, first, len(keys)) for keyspace, first, keys in prompt])
+        numbers, newly = self.claimed.add(keyspaces, keys, claim.rank, self._tier.find_all(keyspaces, keys))
+        order = np.argsort(ends, kind="stable")
+        kept = Kept(numbers[order], ends[order], int(self.claimed.uses[numbers[order[-1]]]))
         self._of_user.setdefault(claim.namespace.uid, {})[claim] = kept
-        self.num_named[claim.namespace.uid] += kept.num_keys
+        self.num_named[claim.namespace.uid] += len(kept.numbers)
         claim.num_tiers += 1
-        self._tier.set_aside(np.concatenate(newly))
+        self._tier.set_aside(newly)
         self.keep_within(claim.namespace.uid)
 
     def _has_place(self, claim: Claim, prompt: Prompt) -> bool:
@@ -135,14 +117,13 @@ class TierClaims:
         higher = [kept.numbers for other, kept in own.items() if other.priority > claim.priority]
         if not higher:
             return True
-        kept = np.zeros(self.claimed.index.rows_end, bool)
-        kept[np.concatenate(higher)] = True
-        pages = int(self.claimed.pages_each(np.flatnonzero(kept).astype(np.uint32)).sum())
-        for keyspace, _, keys in prompt:
-            numbers, there = self.claimed.numbers_of(keyspace, keys), self._tier.find(keyspace, keys) >= 0
-            there[numbers >= 0] &= ~kept[numbers[numbers >= 0]]
-            pages += int(np.count_nonzero(there)) * self.claimed.pages_of_key(keyspace)
-        return pages <= self.budget_pages
+        theirs = distinct(np.concatenate(higher))
+        pages = int(self.claimed.pages_each(theirs).sum())
+        keyspaces = [(keyspace, len(keys)) for keyspace, _, keys in prompt]
+        rows = self._tier.find_all(keyspaces, join_keys(keys for _, _, keys in prompt))
+        new = (rows >= 0) & ~np.isin(rows, self.claimed.rows_of(theirs))
+        each = np.repeat([self.claimed.pages_of(keyspace) for keyspace, _ in keyspaces], [n for _, n in keyspaces])
+        return pages + int(each[new].sum()) <= self.budget_pages
 
     def may_name(self, uid: int) -> int:
         """Returns how many keys the claims of a user may name in all, beside those of the other users."""
@@ -159,7 +140,7 @@ class TierClaims:
             if over <= 0 or other.priority > claim.priority:
                 break
             lapsing.append(other)
-            over -= self._of_user[uid][other].num_keys
+            over -= len(self._of_user[uid][other].numbers)
         if over > 0:
             return False
         self._lapse(lapsing)
@@ -178,26 +159,19 @@ class TierClaims:
             if (kept := own.get(claim)) is None:
                 continue
             claim.hits += self.hits(claim)
-            self.num_named[claim.namespace.uid] -= kept.num_keys
+            self.num_named[claim.namespace.uid] -= len(kept.numbers)
             del own[claim]
             if not own:
                 del self._of_user[claim.namespace.uid]
                 self.num_named += Counter()  # drops zeros
             claim.num_tiers -= 1
-            for group, numbers, _ in kept.groups:
-                released = self.claimed.remove(group, numbers, claim.rank)
-                freed.append(released.rows)
-                lowered.setdefault(claim.namespace, []).append(released.lowered)
+            released = self.claimed.remove(kept.numbers, claim.rank)
+            freed.append(released.rows)
+            lowered.setdefault(claim.namespace, []).append(released.lowered)
             self.on_end(claim)
         for namespace, numbers_of in lowered.items():
             self._restore(namespace, numbers_of)
         self._readmit(freed)
-
-    def _release(self, claim: Claim, groups: Sequence[tuple[ClaimedGroup, U32Array, I64Array]]) -> None:
-        """Takes a claim off these keys."""
-        released = [self.claimed.remove(group, numbers, claim.rank) for group, numbers, _ in groups]
-        self._restore(claim.namespace, [each.lowered for each in released])
-        self._readmit([each.rows for each in released])
 
     def _readmit(self, freed: Sequence[U32Array]) -> None:
         rows = np.concatenate([NO_NUMBERS, *freed])
@@ -206,19 +180,13 @@ class TierClaims:
 
     def _restore(self, namespace: Namespace, lowered: Sequence[U32Array]) -> None:
         """Finds the rank of keys again that the claims of the highest rank have left."""
-        claimed = self.claimed
         marked = np.concatenate([NO_NUMBERS, *lowered])
-        marked = distinct(marked[claimed.claims[marked] > 0])  # the others are free, since later claims ended, too
-        marked = marked[claimed.rank[marked] == 0]
-        if not len(marked):
-            return
-        wanted = np.zeros(int(marked[-1]) + 1, bool)
-        wanted[marked] = True
-        for claim, kept in self._of_user.get(namespace.uid, {}).items():
-            if claim.namespace is namespace:
-                numbers = kept.numbers
-                numbers = numbers[numbers < len(wanted)]
-                claimed.restore(numbers[wanted[numbers]], claim.rank)
+        marked = marked[self.claimed.claims[marked] > 0]  # the others are free, since later claims ended, too
+        own = self._of_user.get(namespace.uid, {})
+        named = [(claim.rank, kept.numbers) for claim, kept in own.items() if claim.namespace is namespace]
+        if len(marked) and named:
+            ranks = np.repeat(np.array([rank for rank, _ in named], np.uint8), [len(numbers) for _, numbers in named])
+            self.claimed.restore(marked, np.concatenate([numbers for _, numbers in named]), ranks)
 
     # --- the share of a user ---
 
@@ -244,7 +212,7 @@ class TierClaims:
     def rows_changed(self, keyspace: Keyspace) -> None:
         """Notes that the keys of this keyspace may have other rows."""
         if self.claimed.has(keyspace):
-            before, now = self.claimed.relink(keyspace, lambda keys: self._tier.find(keyspace, keys))
+            before, now = self.claimed.relink(keyspace, lambda keys: self._tier.find_all([(keyspace, len(keys))], keys))
             self._readmit([before])
             self._tier.set_aside(now)
             self.sizes_changed(keyspace)
@@ -290,20 +258,19 @@ class TierClaims:
     def _cut(self, claim: Claim) -> None:
         """Cuts a claim, the only one of its user that keeps anything, to what its user's share has room for."""
         kept = self._of_user[claim.namespace.uid][claim]
-        ends = np.concatenate([ends for _, _, ends in kept.groups])
-        order = np.argsort(ends, kind="stable")
-        fits = self.claimed.pages_each(kept.numbers)[order].cumsum() <= self.budget_pages
-        until = int(ends[order][~fits].min())  # in tokens: keys that end here or later are left out
-        if until == ends.min():
+        fits = self.claimed.pages_each(kept.numbers).cumsum() <= self.budget_pages
+        until = int(kept.ends[int(np.count_nonzero(fits))])  # in tokens: keys that end here or later are left out
+        left = int(np.searchsorted(kept.ends, until))
+        if not left:
             return self._lapse([claim])
         self.num_cut += 1
-        before = [(group, numbers, ends, int(np.searchsorted(ends, until))) for group, numbers, ends in kept.groups]
         hits = self.hits(claim)
-        self.num_named[claim.namespace.uid] -= kept.num_keys
-        kept.groups = [(group, numbers[:left], ends[:left]) for group, numbers, ends, left in before if left]
-        self.num_named[claim.namespace.uid] += kept.num_keys
-        kept.uses_before = int(self.claimed.uses[kept.last]) - hits
-        self._release(claim, [(group, numbers[left:], ends) for group, numbers, ends, left in before])
+        cut, kept.numbers, kept.ends = kept.numbers[left:], kept.numbers[:left], kept.ends[:left]
+        kept.uses_before = int(self.claimed.uses[kept.numbers[-1]]) - hits
+        self.num_named[claim.namespace.uid] -= len(cut)
+        released = self.claimed.remove(cut, claim.rank)
+        self._restore(claim.namespace, [released.lowered])
+        self._readmit([released.rows])
 
     # --- the last resort ---
 
@@ -317,14 +284,11 @@ class TierClaims:
         claimed, found, missing, keys = self.claimed, [NO_NUMBERS], count, 0
         first = self._searched
         for claim, kept in itertools.islice(self._in_order(), first, first + SEARCHED_CLAIMS):
-            numbers = kept.numbers
-            ends = np.concatenate([ends for _, _, ends in kept.groups])
-            own = claimed.rank[numbers] == claim.rank
-            rows = claimed.rows_of(numbers[own][np.argsort(-ends[own], kind="stable")])
+            rows = claimed.rows_of(kept.numbers[claimed.rank[kept.numbers] == claim.rank][::-1])
             rows = rows[wanted(rows)][:missing]
             found.append(rows)
             missing -= len(rows)
-            keys += len(numbers)
+            keys += len(kept.numbers)
             self._searched += 1
             if missing <= 0 or keys >= SEARCHED_KEYS:
                 break
@@ -346,7 +310,7 @@ class TierClaims:
     def hits(self, claim: Claim) -> int:
         """Returns how often the last key of a claim was used since this tier keeps it."""
         kept = self.get(claim)
-        return 0 if kept is None else int(self.claimed.uses[kept.last]) - kept.uses_before
+        return 0 if kept is None else int(self.claimed.uses[kept.numbers[-1]]) - kept.uses_before
 
     def holdings(self, claim: Claim) -> tuple[int, int]:
         """Returns the keys of a claim that are in the tier and kept there, and the pages that they take."""
@@ -379,9 +343,14 @@ class TierClaims:
             )
             if wrong.any()
         ]
-        counted = Counter({uid: sum(kept.num_keys for kept in own.values()) for uid, own in self._of_user.items()})
+        counted = Counter({uid: sum(len(kept.numbers) for kept in own.values()) for uid, own in self._of_user.items()})
         if +counted != +self.num_named:
             findings.append("claims: the keys that a user's claims name are miscounted")
         if any(claimed.pages_of_user(uid) > self.budget_pages for uid in self._of_user):
             findings.append("claims: a user's claims keep more than its share")
         return findings + claimed.check(used.astype(np.uint32), self._tier.rows_end)
+
+
+def _ends(keyspace: Keyspace, first: int, count: int) -> I64Array:
+    """Returns where each of so many keys ends in the prompt, in tokens."""
+    return np.arange(first + 1, first + count + 1) * keyspace.schema.tokens_per_key

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvoffloadd.cache.memory.claim import Claim
-from kvoffloadd.cache.memory.keys import has_duplicates
+from kvoffloadd.cache.memory.keys import has_duplicates, join_keys
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.retention import Retention
 from kvoffloadd.errors import DuplicateError, ForbiddenError, MessageError, UnknownNameError
@@ -16,6 +18,9 @@ from kvoffloadd.scheduling.steps import Steps
 
 TOKENS_END = 1 << 48
 """Of the length of a prompt, as a message can have it."""
+
+STEP_KEYS = 4096
+"""The number of keys from which on a claim is checked in one step, and made in the next one."""
 
 LISTED_KEYS, LISTED_CLAIMS = 1 << 14, 256
 """The number of keys of the claims that one step describes, and the number of claims in a reply."""
@@ -32,8 +37,11 @@ class SessionClaims:
     uid: int | None
     role: str
 
-    def retain(self, message: m.Retain, groups: Sequence[tuple[Keyspace, int, U64Array]]) -> m.Reply:
-        """Makes a claim of these keys, or changes the claims of the given name if there are none.
+    def retain(
+        self, message: m.Retain, groups: Sequence[tuple[Keyspace, int, U64Array]], space: Callable[[int], Keyspace]
+    ) -> Steps[m.Reply]:
+        """Makes a claim of these keys, or changes the claims of the given name if there are none. `space`: returns the
+        keyspace of a group, which may be cleared between two steps.
 
         Raises:
             DuplicateError: a key is named twice.
@@ -48,11 +56,13 @@ class SessionClaims:
             raise ForbiddenError("an observer may name claims, but no keys")
         if not any(len(keys) for _, _, keys in groups):
             raise MessageError("the groups of a retain have no keys")
+        _check_distinct(groups)
         for keyspace, first, keys in groups:
-            if has_duplicates(keys):
-                raise DuplicateError(f"group {keyspace.schema.group}: a key is claimed twice in one request")
             if (first + len(keys)) * keyspace.schema.tokens_per_key >= TOKENS_END:
                 raise MessageError(f"group {keyspace.schema.group}: no prompt is as long as `first` makes this one")
+        if sum(len(keys) for _, _, keys in groups) > STEP_KEYS:
+            yield
+            groups = [(space(keyspace.schema.group), first, keys) for keyspace, first, keys in groups]
         priority = m.PRIORITY_DEFAULT if message.priority is None else message.priority
         claim = self.retention.retain(
             self.namespace, groups, priority=priority, seconds=message.seconds, name=message.name
@@ -108,6 +118,19 @@ class SessionClaims:
         if self.namespace is not None:
             return claim.namespace is self.namespace
         return self.uid in (None, claim.namespace.uid)
+
+
+def _check_distinct(groups: Sequence[tuple[Keyspace, int, U64Array]]) -> None:
+    """Raises DuplicateError if a key is named twice in a group."""
+    if len(groups) > 1:  # all at once first: there may be hundreds of groups
+        marked = join_keys(keys for _, _, keys in groups)
+        counts = [len(keys) for _, _, keys in groups]
+        marked[:, 0] ^= np.repeat(np.arange(len(groups), dtype=np.uint64), counts) << np.uint64(48)
+        if not has_duplicates(marked):
+            return
+    for keyspace, _, keys in groups:
+        if has_duplicates(keys):
+            raise DuplicateError(f"group {keyspace.schema.group}: a key is claimed twice in one request")
 
 
 def _told(seq: int, claims: Sequence[Claim]) -> m.Reply:

@@ -236,8 +236,8 @@ class Session:
         self._context.cache.keep(named, soon=message.how == "soon")
         return m.Done(seq=message.seq)
 
-    def _retain(self, message: m.Retain) -> m.Reply:
-        return self._own_claims().retain(message, self._keys_of(message.groups) if message.groups else [])
+    def _retain(self, message: m.Retain) -> Steps[m.Reply]:
+        return self._own_claims().retain(message, self._keys_of(message.groups) if message.groups else [], self._space)
 
     def _forget(self, message: m.Forget) -> m.Reply:
         return self._own_claims().forget(message)
