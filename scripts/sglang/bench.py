@@ -138,8 +138,9 @@ def figures_of(timings: dict[str, Any], requests: int) -> dict[str, float]:
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Rounds of all; the first one warms up."""
     # Not at the top: of the tests' engine there is need in SGLang's venv alone.
-    harness = importlib.import_module("tests.sglang.engine")
-    models = importlib.import_module("tests.vllm.models")
+    from tests.sglang.engine import SglangEngine
+    from tests.vllm import models
+
     who = [OUR, DEAD, *([FILE] if given.seat == "storage" else [])]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in who}
     rng = random.Random(1)
@@ -152,7 +153,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         for number, one in enumerate((OUR, *who[2:])):
             place = folder / f"timings-{number}"
             place.mkdir()
-            engine = harness.Engine(
+            engine = SglangEngine(
                 model, folder / f"engine-{number}.log", storage=options_of(one, given.seat, daemon.socket, place),
                 page_size=PAGE, max_total_tokens=3 * 1024,
             )  # fmt: skip
