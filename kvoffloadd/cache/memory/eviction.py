@@ -211,7 +211,8 @@ class Eviction:
         before = queue.policy.num_aside
         rows = queue.policy.victims(wanted, self._entries.expendable)
         self._gave_up |= queue.policy.num_aside - before >= IN_USE_MAX
-        self.any_aside = self.any_aside or self._are_aside()
+        if queue.policy.num_aside and not self.any_aside:
+            self.any_aside = self._are_aside()
         return rows
 
     def _least_valuable(self, found: Sequence[U32Array]) -> U32Array:
