@@ -264,8 +264,8 @@ class FakeClient:
             findings=self.findings, slots=1000, payloads=900 if payloads else 0, records=5000 if disk else 0
         )
 
-    def clear(self, everything: bool, namespaces: str | None) -> SimpleNamespace:
-        assert everything == (namespaces is None)
+    def clear(self, everything: bool, namespaces: str | None, uid: int | None) -> SimpleNamespace:
+        assert everything == (namespaces is None and uid is None)
         keys, count = (1200, 0) if everything else (3, 2)
         return SimpleNamespace(keys=keys, bytes=1 << 30, unrecorded=self.unrecorded, namespaces=count, left=self.left)
 
@@ -478,6 +478,13 @@ def test_clear_of_some_namespaces(run: Run, fake: type[FakeClient], monkeypatch:
     assert code == 2
     assert err.startswith("Drop every key of the namespaces that match 'llama*' from the daemon at ")
     assert run("clear", "--namespace", "llama*", "--yes") == (0, "dropped 3 keys, 1 GiB of 2 namespaces\n", "")
+    code, _, err = run("clear", "--user", "root")
+    assert code == 2
+    assert err.startswith("Drop every key of every namespace of uid 0 from the daemon at ")
+    assert run("clear", "--user", "1234", "--yes") == (0, "dropped 3 keys, 1 GiB of 2 namespaces\n", "")
+    code, _, err = run("clear", "--user", "nobody here", "--yes")
+    assert code == 2
+    assert 'names the user "nobody here", which does not exist on this machine' in err
     fake.left = 1
     code, _, err = run("clear", "--namespace", "llama*", "--yes")
     assert code == 1

@@ -11,7 +11,7 @@ import asyncio
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,6 +38,26 @@ GROUPS_AT_ONCE: Final = 64
 
 Names = frozenset[bytes] | None
 """Fingerprints of the namespaces that a clear reaches; None: all namespaces, whether they are open or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """Selects namespaces: those with names, as `status` shows them, that match a shell pattern, and those of a user.
+    None: any.
+    """
+
+    pattern: str | None
+    uid: int | None
+
+    def select(self, namespaces: Iterable[Namespace]) -> list[Namespace]:
+        """Returns those of these namespaces that match."""
+        matches = re.compile(fnmatch.translate(self.pattern or "*")).match
+        return [n for n in namespaces if self.uid in (None, n.uid) and (self.pattern is None or matches(n.name))]
+
+    def __str__(self) -> str:
+        named = "" if self.pattern is None else f"has a name like {self.pattern!r}"
+        owned = "" if self.uid is None else f"belongs to uid {self.uid}"
+        return " and ".join(filter(None, (named, owned)))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,18 +119,17 @@ class Clearings:
         _check(self._cache, self._open_ones(names), everything=names is None)
         return self._carry_out(names, [self._take_effect(names)])
 
-    def begin_matching(self, pattern: str) -> asyncio.Task[Clearing]:
-        """Clears, for the operator, the namespaces with names, as `status` shows them, that match this shell pattern:
-        each in one moment, and all of them in steps. The task's result has taken effect.
+    def begin_matching(self, wanted: Matching) -> asyncio.Task[Clearing]:
+        """Clears, for the operator, the namespaces that match: each in one moment, and all of them in steps. The task's
+        result has taken effect.
 
         Raises:
             UnknownNameError: there are none.
             LimitError: nothing was changed.
         """
-        matches = re.compile(fnmatch.translate(pattern)).match
-        found = [namespace for namespace in self._cache.namespaces.values() if matches(namespace.name)]
+        found = wanted.select(self._cache.namespaces.values())
         if not found:
-            raise UnknownNameError(f"no namespace that is in use, or has keys in memory, has a name like {pattern!r}")
+            raise UnknownNameError(f"no namespace that is in use, or has keys in memory, {wanted}")
         _check(self._cache, found, everything=True)
         return self._run(in_turns(self._begin_in_steps(found)))
 

@@ -296,6 +296,9 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
         "--namespace", metavar="PATTERN",
         help="only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern",
     )  # fmt: skip
+    clear.add_argument(
+        "--user", type=_user, metavar="USER", help="only of the namespaces of this user, by id or by name"
+    )
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
@@ -434,6 +437,15 @@ def _interval(text: str) -> float:
     if seconds < 0.1:
         raise argparse.ArgumentTypeError(f'"{text}" is less than 0.1 seconds')
     return seconds
+
+
+def _user(text: str) -> int:
+    from kvoffloadd import checks
+
+    try:
+        return checks.uids([int(text) if text.isascii() and text.isdigit() else text])[0]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def _duration(text: str) -> float:

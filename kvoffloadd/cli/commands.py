@@ -275,14 +275,16 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
 
 
 def clear(arguments: argparse.Namespace) -> int:
-    pattern = arguments.namespace
+    pattern, uid = arguments.namespace, arguments.user
+    is_everything = pattern is None and uid is None
     which = "every namespace" if pattern is None else f"the namespaces that match {pattern!r}"
+    which += "" if uid is None else f" of uid {uid}"
     with _client(arguments) as daemon:
         if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {daemon.socket_path}?"):
             return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
         # A worker clears only its namespace, through the library.
-        cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
-    scope = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
+        cleared = daemon.clear(everything=is_everything, namespaces=pattern, uid=uid)
+    scope = "" if is_everything else f" of {_counted(cleared.namespaces, 'namespace')}"
     sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}{scope}\n")
     if cleared.unrecorded:
         from kvoffloadd.log import printable

@@ -189,13 +189,14 @@ class AsyncClient(BaseClient):
         *,
         everything: bool = False,
         namespaces: str | None = None,
+        uid: int | None = None,
         wait_s: float = 10.0,
         token: bytes | None = None,
     ) -> Cleared:
         """See `Client.clear`."""
         limit_s = seconds(wait_s, "wait_s")
         until = self._until(limit_s + self._deadline_s)
-        return await self._run(self._core.clear(everything, namespaces, limit_s, token, until))
+        return await self._run(self._core.clear(everything, namespaces, uid, limit_s, token, until))
 
     async def snapshot(self, group: int) -> U8Array:
         """See `Client.snapshot`."""

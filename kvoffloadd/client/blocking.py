@@ -201,6 +201,7 @@ class Client(BaseClient):
         *,
         everything: bool = False,
         namespaces: str | None = None,
+        uid: int | None = None,
         wait_s: float = 10.0,
         token: bytes | None = None,
     ) -> Cleared:
@@ -213,6 +214,7 @@ class Client(BaseClient):
             everything: all namespaces.
             namespaces: those with names, as `status` shows them, that match this shell pattern. RemoteError: none
                 match. UsageError: the daemon is too old for this.
+            uid: those of this user; with `namespaces`, those of them that match. Errors as above.
             wait_s: how long to wait, in addition to the call's own deadline, until disks and remote store have recorded
                 it.
             token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
@@ -220,7 +222,8 @@ class Client(BaseClient):
         """
         limit_s = seconds(wait_s, "wait_s")
         return self._run(
-            limit_s + self._deadline_s, lambda until: self._core.clear(everything, namespaces, limit_s, token, until)
+            limit_s + self._deadline_s,
+            lambda until: self._core.clear(everything, namespaces, uid, limit_s, token, until),
         )
 
     def snapshot(self, group: int) -> U8Array:

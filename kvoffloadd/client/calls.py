@@ -434,16 +434,23 @@ def cancel(job: Job) -> Call[None]:
 
 
 def clear(
-    everything: bool, namespaces: str | None, wait_s: float, token: bytes, knows_tokens: Callable[[], bool]
+    everything: bool,
+    namespaces: str | None,
+    uid: int | None,
+    wait_s: float,
+    token: bytes,
+    knows_tokens: Callable[[], bool],
 ) -> Call[Cleared]:
     """Drops keys. `knows_tokens()` returns whether the daemon that gets the request does. Raises UsageError for a bad
-    `namespaces`, `wait_s` or `token`.
+    `namespaces`, `uid`, `wait_s` or `token`.
     """
-    if namespaces is not None:
-        if not 0 < len(instance_of(str, namespaces, "namespaces")) <= messages.PATTERN_CHARS_MAX:
-            raise UsageError(f"namespaces must be a pattern of 1 to {messages.PATTERN_CHARS_MAX} characters")
-        if everything:
-            raise UsageError("a clear is of everything, or of namespaces by their names, not both")
+    user = None if uid is None else integer(uid, "uid", 1 << 32)
+    if namespaces is not None and not (
+        0 < len(instance_of(str, namespaces, "namespaces")) <= messages.PATTERN_CHARS_MAX
+    ):
+        raise UsageError(f"namespaces must be a pattern of 1 to {messages.PATTERN_CHARS_MAX} characters")
+    if everything and (namespaces is not None or user is not None):
+        raise UsageError("a clear is of everything, or of namespaces by their names or users, not both")
     if not 0 <= wait_s <= messages.CLEAR_WAIT_S_MAX:
         raise UsageError(f"a clear can be waited for 0 to {messages.CLEAR_WAIT_S_MAX} seconds, not {wait_s}")
     if len(instance_of(bytes, token, "token")) != messages.TOKEN_BYTES:
@@ -451,9 +458,9 @@ def clear(
 
     def build(seq: int) -> Request:
         # A daemon that does not know names refuses the request: without them it would clear another namespace.
-        if namespaces is not None or knows_tokens():
+        if namespaces is not None or user is not None or knows_tokens():
             return messages.Clear(
-                seq=seq, everything=bool(everything), token=token, wait_s=wait_s, namespaces=namespaces
+                seq=seq, everything=bool(everything), token=token, wait_s=wait_s, namespaces=namespaces, uid=user
             )
         return messages.Clear(seq=seq, everything=bool(everything))
 

@@ -204,16 +204,26 @@ class ClientCore:
         return found
 
     def clear(
-        self, everything: bool, namespaces: str | None, wait_s: float, token: bytes | None, until: float
+        self,
+        everything: bool,
+        namespaces: str | None,
+        uid: int | None,
+        wait_s: float,
+        token: bytes | None,
+        until: float,
     ) -> Gen[Cleared]:
         """See `Client.clear`. If the connection is lost, the same token is sent once more."""
         named = os.urandom(TOKEN_BYTES) if token is None else token
-        call = calls.clear(everything, namespaces, wait_s, named, self.asks("clear_token"))
-        if namespaces is not None:
-            if self._usable() is None:
-                yield from self._connected(until)
-            if "clear_namespaces" not in self._connector.features:
-                raise UsageError("this daemon is older, and can't clear namespaces by their names: nothing was cleared")
+        call = calls.clear(everything, namespaces, uid, wait_s, named, self.asks("clear_token"))
+        for feature, wanted, what in (
+            ("clear_namespaces", namespaces, "namespaces by their names"),
+            ("clear_user", uid, "the namespaces of a user"),
+        ):
+            if wanted is not None:
+                if self._usable() is None:
+                    yield from self._connected(until)
+                if feature not in self._connector.features:
+                    raise UsageError(f"this daemon is older, and can't clear {what}: nothing was cleared")
         try:
             return (yield from self.call(call, until))
         except RemoteError as error:

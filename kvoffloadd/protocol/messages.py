@@ -29,6 +29,7 @@ TOKEN_BYTES = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 PATTERN_CHARS_MAX = 128
 Pattern = Annotated[str, msgspec.Meta(max_length=PATTERN_CHARS_MAX)]
+Uid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # an alias, for structs that have a field called bytes
 DEADLINE_S_MAX = 86_400
@@ -414,10 +415,11 @@ class Cancel(Request, frozen=True, tag="cancel"):
 
 class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
     """Drops all keys of the session's namespace, of all namespaces (`everything`), or of each namespace with a name, as
-    `status` shows it, that matches the shell pattern `namespaces` (only to daemons with the feature `clear_namespaces`,
-    with a token, and without `everything`). The last two are only for root and the daemon's uid. `token` and `wait_s`
-    only to daemons with the feature `clear_token`: a token that was sent before stands for the same clear, and the
-    reply waits up to `wait_s` until the disks and the remote store have recorded the clear.
+    `status` shows it, that matches the shell pattern `namespaces` (only to daemons with the feature `clear_namespaces`)
+    and that belongs to the user `uid` (only to daemons with the feature `clear_user`). Either of these two can be nil;
+    both need a token, and go without `everything`. All but the first are only for root and the daemon's uid. `token`
+    and `wait_s` only to daemons with the feature `clear_token`: a token that was sent before stands for the same clear,
+    and the reply waits up to `wait_s` until the disks and the remote store have recorded the clear.
     """
 
     reply: ClassVar[str] = "cleared"
@@ -425,6 +427,7 @@ class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
     token: Token | None = None
     wait_s: WaitSeconds = 10.0
     namespaces: Pattern | None = None
+    uid: Uid | None = None
 
 
 class Drain(Request, frozen=True, tag="drain"):

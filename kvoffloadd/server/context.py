@@ -202,6 +202,7 @@ class Context:
             "retain",
             "clear_token",
             "clear_namespaces",
+            "clear_user",
             "composition",
             "detach",
             "tiers",

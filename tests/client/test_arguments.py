@@ -48,7 +48,7 @@ def right(on: Stage) -> dict[str, dict[str, Any]]:
         "forget": {"name": "a", "number": 0},
         "release": {"lease": 1},
         "reserve": {**found, "parts": [0]},
-        "clear": {"everything": False, "namespaces": None, "wait_s": 0.0, "token": bytes(16)},
+        "clear": {"everything": False, "namespaces": None, "uid": None, "wait_s": 0.0, "token": bytes(16)},
         "snapshot": {"group": 0},
         "snapshot_page": {"group": 0, "cursor": 0},
         "store": job,

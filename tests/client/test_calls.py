@@ -198,6 +198,11 @@ def test_an_older_daemon_clears_nothing_in_place_of_what_it_can_not(client: Any,
         client.clear(namespaces="llama*")
     assert not [tag for tag, _ in fake.seen if tag == "clear"]
     greet_anew(client, fake, "clear_token", "clear_namespaces")
+    with pytest.raises(UsageError, match="can't clear the namespaces of a user: nothing was cleared"):
+        client.clear(uid=7)
+    greet_anew(client, fake, "clear_token", "clear_namespaces", "clear_user")
+    client.clear(uid=7)
+    assert (fake.last("clear").uid, fake.last("clear").everything) == (7, False)
     client.clear(namespaces="llama*")
     assert (fake.last("clear").namespaces, fake.last("clear").everything) == ("llama*", False)
 

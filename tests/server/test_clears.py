@@ -195,6 +195,29 @@ async def test_who_asks_for_a_clear_by_names_goes(monkeypatch: pytest.MonkeyPatc
     assert check(cache, 0, 0) == []
 
 
+async def test_a_clear_of_a_user_reaches_all_of_its_namespaces_and_no_others() -> None:
+    cache = make_cache()
+    context = context_of(cache)
+    session = session_of(context)
+    mine = spaces(cache, "a", "b")
+    other = cache.open_namespace(b"o" * 16, 2, "a", 32)
+    theirs = cache.declare(other, GroupSchema(0, GroupKind.FULL, 16))
+    cache.set_part_bytes(theirs, {0: 4096})
+    store(cache, theirs, keys_of(1))
+    with pytest.raises(UnknownNameError, match=r"has keys in memory, has a name like 'x' and belongs to uid 1$"):
+        session.handle(m.Clear(seq=2, namespaces="x", uid=1, token=b"t" * 16), [])
+    with pytest.raises(UnknownNameError, match=r"has keys in memory, belongs to uid 3$"):
+        session.handle(m.Clear(seq=2, uid=3, token=b"t" * 16), [])
+    answer = session.handle(m.Clear(seq=2, namespaces="a#*", uid=1, token=b"t" * 16), [])
+    assert asyncio.iscoroutine(answer)
+    assert await answer == m.Cleared(seq=2, keys=4, bytes=4 * 4096, namespaces=1)
+    answer = session.handle(m.Clear(seq=2, uid=1, token=b"t" * 16), [])
+    assert asyncio.iscoroutine(answer)
+    assert await answer == m.Cleared(seq=2, keys=4, bytes=4 * 4096, namespaces=2)
+    assert [keyspace.rows for keyspace in (*mine, theirs)] == [0, 0, 1]
+    assert check(cache, 0, 0) == []
+
+
 async def test_a_clear_by_names_takes_effect_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(steps, "TURN_S", 0.0)
@@ -236,7 +259,12 @@ async def test_a_clear_by_names_that_finds_no_number_for_a_group_tells_what_is_l
 
 async def test_a_clear_by_names_that_can_not_be_is_refused() -> None:
     session = session_of(context_of(make_cache()))
-    for wrong in (m.Clear(seq=2, namespaces="*"), m.Clear(seq=2, namespaces="*", token=b"t" * 16, everything=True)):
+    for wrong in (
+        m.Clear(seq=2, namespaces="*"),
+        m.Clear(seq=2, uid=1),
+        m.Clear(seq=2, namespaces="*", token=b"t" * 16, everything=True),
+        m.Clear(seq=2, uid=1, token=b"t" * 16, everything=True),
+    ):
         with pytest.raises(MessageError):
             session.handle(wrong, [])
 

@@ -85,6 +85,7 @@ def test_our_own_unsealed_memory_is_taken(scene: Scene) -> None:
 @pytest.mark.parametrize(("tag", "fields"), [
     ("clear", {"everything": True}),
     ("clear", {"namespaces": "*", "token": bytes(16)}),
+    ("clear", {"uid": OTHER_UID, "token": bytes(16)}),
     ("drain", {"everything": True}),
     ("verify", {}),
     ("verify", {"payloads": True}),

@@ -51,7 +51,7 @@ function _shtab_kvoffloadd_using
 end
 
 set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config 'config check' 'config show'
-set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns
+set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns --user
 
 complete -c kvoffloadd -e
 complete -c kvoffloadd -f
@@ -90,6 +90,7 @@ complete -c kvoffloadd -n '_shtab_kvoffloadd_using verify' -l socket -xka "(__fi
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a clear -d 'Drop every key of every namespace, or of some (root or the daemon'"'"'s user only).'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -s h -l help -d 'show this help message and exit'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l namespace -x -d 'only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l user -x -d 'only of the namespaces of this user, by id or by name'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l yes -d 'do not ask for confirmation'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a retained -d 'List what clients want kept for a time, and what it takes.'

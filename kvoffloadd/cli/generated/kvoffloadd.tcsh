@@ -17,7 +17,7 @@ complete kvoffloadd \
         'c/--model-config=/f/' \
         'c/--engine=/(any vllm sglang)/' \
         'c/--trace=/f/' \
-        'c/--/(all attn-pack-size block-size bytes config deadline-s disk engine faults folder for gpu-cache help interval json kv-dtype memory model-config namespace no-hybrid number once only payloads policy priority prompt-tokens repair root rounds seconds seed set share-tp socket svg tp trace trace-block-tokens turns version yes)/' \
+        'c/--/(all attn-pack-size block-size bytes config deadline-s disk engine faults folder for gpu-cache help interval json kv-dtype memory model-config namespace no-hybrid number once only payloads policy priority prompt-tokens repair root rounds seconds seed set share-tp socket svg tp trace trace-block-tokens turns user version yes)/' \
         'c/-/(- h)/' \
         'n/--config/f/' \
         'n/--socket/f/' \

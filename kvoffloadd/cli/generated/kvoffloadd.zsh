@@ -63,6 +63,7 @@ _shtab_kvoffloadd_bench_defaults_added=0
 _shtab_kvoffloadd_clear_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--namespace[only of the namespaces whose names, as \`status namespaces\` shows them, match this shell pattern]:PATTERN:"
+  "--user[only of the namespaces of this user, by id or by name]:USER:"
   "--yes[do not ask for confirmation]"
   "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
 )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from kvoffloadd.cache.clearing import Clearing, Clearings, Names
+from kvoffloadd.cache.clearing import Clearing, Clearings, Matching, Names
 from kvoffloadd.errors import LimitError, MessageError, NotDurableError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.peers.account import Account
@@ -14,8 +14,8 @@ from kvoffloadd.server.peers.account import Account
 REMEMBERED: Final = 64
 """The number of requests per uid that are remembered by their tokens; the oldest are forgotten."""
 
-Scope = Names | str
-"""The namespaces of a clear; a string selects those with names that match this pattern."""
+Scope = Names | Matching
+"""The namespaces of a clear."""
 
 
 class RequestedClears:
@@ -38,7 +38,7 @@ class RequestedClears:
         return begun
 
     def _begin(self, scope: Scope) -> asyncio.Future[Clearing]:
-        if isinstance(scope, str):
+        if isinstance(scope, Matching):
             return self._clearings.begin_matching(scope)
         begun: asyncio.Future[Clearing] = asyncio.get_running_loop().create_future()
         begun.set_result(self._clearings.begin(scope))
@@ -55,13 +55,15 @@ class SessionClears:
         self.last: Clearing | None = None  # the last clear without a token, if nothing was stored since
 
     def clear(self, message: m.Clear, scope: Scope) -> Coroutine[Any, Any, m.Reply]:
-        """Clears, unless the request repeats an earlier one. Raises MessageError if a pattern comes without a token,
-        and the errors of `Clearings.begin` or `begin_matching`.
+        """Clears, unless the request repeats an earlier one. Raises MessageError if a pattern or a user comes without a
+        token or with `everything`, and the errors of `Clearings.begin` or `begin_matching`.
         """
+        if message.everything and isinstance(scope, Matching):
+            raise MessageError("a clear is of everything, or of the namespaces that it names")
         if message.token is not None:
             return self._answer(message, self._requested.begin(self._account.uid, scope, message.token))
-        if isinstance(scope, str):
-            raise MessageError("a clear of namespaces by their names needs a token")
+        if isinstance(scope, Matching):
+            raise MessageError("a clear of namespaces by their names, or of a user, needs a token")
         return self._clear_without_token(message, scope)
 
     def _clear_without_token(self, message: m.Clear, names: Names) -> Coroutine[Any, Any, m.Reply]:
@@ -76,7 +78,7 @@ class SessionClears:
         keys, held_bytes = await asyncio.shield(clearing.swept)
         if message.wait_s:
             await self._wait(clearing, message.wait_s)
-        by_name = message.namespaces is not None
+        by_name = message.namespaces is not None or message.uid is not None
         return m.Cleared(
             seq=message.seq,
             keys=keys,

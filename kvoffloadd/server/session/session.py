@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from kvoffloadd.cache.clearing import Matching
 from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
@@ -246,8 +247,8 @@ class Session:
         return self._own_claims().listing(message)
 
     def _own_claims(self) -> SessionClaims:
-        uid = None if self.privileged else self.peer.uid
-        return SessionClaims(self._context.cache.retention, self._namespace, uid, self.role)
+        retention, uid = self._context.cache.retention, None if self.privileged else self.peer.uid
+        return SessionClaims(retention, self._namespace, uid, self.role)
 
     def _find(self, groups: list[m.GroupKeys], *, ask: bool = False, local: bool = False) -> Lookups:
         found = find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
@@ -294,19 +295,18 @@ class Session:
     # --- the namespace, the daemon ---
 
     def _clear(self, message: m.Clear) -> Later:
-        self._check_scope(message.everything or message.namespaces is not None)
-        if message.namespaces is None:
-            names = None if message.everything else frozenset([self._own_namespace().fingerprint])
-            return self._clears.clear(message, names)
-        if message.everything:
-            raise MessageError("a clear is of everything, or of the namespaces that it names")
-        return self._clears.clear(message, message.namespaces)
+        matching = message.namespaces is not None or message.uid is not None
+        self._check_scope(message.everything or matching)
+        if matching:
+            return self._clears.clear(message, Matching(message.namespaces, message.uid))
+        own = None if message.everything else frozenset([self._own_namespace().fingerprint])
+        return self._clears.clear(message, own)
 
     def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)
         jobs = self._context.jobs.progress if message.everything else self._own_namespace().jobs
-        uid = None if self.privileged else self.peer.uid
-        return drain(message, self._context.jobs, self._account, jobs, jobs.last, uid)
+        whose = None if self.privileged else self.peer.uid
+        return drain(message, self._context.jobs, self._account, jobs, jobs.last, whose)
 
     def _check_scope(self, others: bool) -> None:
         """Raises ForbiddenError if this session may act only on its own namespace and `others` is set."""
@@ -314,8 +314,8 @@ class Session:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces, or on others")
 
     def _status(self, message: m.Status) -> Steps[m.Reply]:
-        uid = None if self.privileged else self.peer.uid
-        return m.Report(seq=message.seq, status=(yield from describe(self._context, uid)))
+        status = yield from describe(self._context, None if self.privileged else self.peer.uid)
+        return m.Report(seq=message.seq, status=status)
 
     def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:
