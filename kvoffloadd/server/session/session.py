@@ -27,7 +27,6 @@ from kvoffloadd.errors import (
     DuplicateError,
     ForbiddenError,
     LimitError,
-    MessageError,
     StateError,
     UnknownNameError,
     VersionError,
