@@ -251,6 +251,28 @@ def test_the_slab_without_claims_is_found_among_many_with_claims() -> None:
     check(cache)
 
 
+def test_claims_that_are_made_between_two_takeovers_count_in_the_second() -> None:
+    cache, _ = cache_of(pages=24, slab_pages=8, share=1.0)
+    _, small = make_keyspace(cache)
+    _, large = make_keyspace(cache, b"L" * 16, pages=(4,))
+    store(cache, small, keys_of(*range(24)))
+    entries, tier = cache.entries, cache.tier
+    rows = cache.find(small, keys_of(*range(24))).hit_rows
+    slabs = tier.slabs_of(entries.parts.page[entries.first[rows]])
+    first, second, third = (int(np.flatnonzero(slabs == slab)[0]) for slab in tier.coldest_slabs(4).tolist())
+    retain(cache, small, first)
+    store(cache, large, keys_of(0, 1))
+    kept, other = resident(cache, small, first, second, third)
+    assert kept == first
+    retain(cache, small, other)
+    held = cache.find(large, keys_of(0, 1)).hit_rows
+    cache.hold(held)
+    store(cache, large, keys_of(2))
+    assert resident(cache, large, 2) == [2], "no slab is without claims: one of them goes, at the first try"
+    cache.unhold(held)
+    check(cache)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_claimed_keys_that_are_used_are_in_no_searchs_way(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffloadd.cache.policy.selection.IN_USE_MAX", 16)
