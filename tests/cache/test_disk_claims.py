@@ -74,6 +74,18 @@ async def test_half_of_the_disk_may_be_claimed_and_new_keys_still_find_room(open
     assert tier.disk.reclaim.bytes_rewritten <= written / 2, "at most one byte is written again for each new one"
 
 
+async def test_younger_segments_go_first_where_the_older_ones_are_claimed_for_the_most_part(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, 5 * PER_SEGMENT, step=30)
+    claimed = [number for number in range(5 * PER_SEGMENT) if number % 3]
+    retain(tier, keyspace, *claimed)
+    assert tier.cache.retention.figures()["disk_keys"] == len(claimed)
+    await turn_over(tier, keyspace, 3)
+    assert tier.on_disk(keyspace, *claimed) == claimed
+    assert tier.disk.reclaim.keys_unkept == 0
+
+
 async def test_keys_that_come_to_disk_later_are_claimed_too(open_tier: Open) -> None:
     tier = await open_tier(BIG)
     keyspace = tier.keyspace()

@@ -323,6 +323,9 @@ def test_claimed_keys_that_are_told_about_are_in_no_searchs_way(
         assert cache.entries.lost[cache.find(keyspace, keys_of(*range(64))).hit_rows].all()
     if hint == "found again":
         store(cache, keyspace, keys_of(*range(64)))
+        assert not cache.entries.lost[cache.find(keyspace, keys_of(*range(64))).hit_rows].any()
+    cache.uses.add([(keyspace, cache.find(keyspace, keys_of(*range(64, 128))), 0)])  # those that may go are the younger
+    cache.uses.settle()
     made = reserve(cache, keyspace, keys_of(*range(200, 232)), np.zeros(1, np.uint16), 0)
     assert len(made.parts) == 32
     cache.abort(made.parts)
@@ -679,8 +682,11 @@ def test_many_claims_end_a_few_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in cache.clear(namespace):
         pass
     assert len(cache.retention) == 0 and woken == [clock.now_s]
+    turns = 0
     while (at_s := cache.retention.expire()) is not None and at_s <= clock.now_s:
+        turns += 1
         check(cache)
+    assert turns == 3
     check(cache)
 
 
