@@ -51,8 +51,8 @@ class Matching:
 
     def select(self, namespaces: Iterable[Namespace]) -> list[Namespace]:
         """Returns those of these namespaces that match."""
-        matches = re.compile(fnmatch.translate(self.pattern or "*")).match
-        return [n for n in namespaces if self.uid in (None, n.uid) and (self.pattern is None or matches(n.name))]
+        matches = re.compile(fnmatch.translate("*" if self.pattern is None else self.pattern)).match
+        return [namespace for namespace in namespaces if self.uid in (None, namespace.uid) and matches(namespace.name)]
 
     def __str__(self) -> str:
         named = "" if self.pattern is None else f"has a name like {self.pattern!r}"

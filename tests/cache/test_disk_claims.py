@@ -121,6 +121,28 @@ async def test_a_claim_that_is_over_or_cleared_keeps_nothing(open_tier: Open) ->
     assert tier.audit() == []
 
 
+async def test_a_namespace_stays_known_until_the_tiers_have_let_all_of_it_go(open_tier: Open) -> None:
+    """Otherwise its successor would claim rows on disk that the former claims let go afterwards."""
+    tier = await open_tier(BIG)
+    keyspace = tier.keyspace()
+    namespace = keyspace.namespace
+    await pour(tier, keyspace, 0, 20)
+    retain(tier, keyspace, *range(10))
+    tier.cache.close_namespace(namespace)
+    tier.cache.retention.forget(tier.cache.retention.claims)
+    assert tier.cache.open_namespace(namespace.fingerprint, 0, "test", 32) is namespace
+    retain(tier, keyspace, *range(5))
+    tier.cache.retention.expire()
+    assert tier.audit() == []
+    await turn_over(tier, keyspace, 2)
+    assert tier.on_disk(keyspace, *range(20)) == list(range(5))
+    tier.cache.close_namespace(namespace)
+    tier.cache.retention.forget(tier.cache.retention.claims)
+    tier.cache.retention.expire()
+    assert tier.cache.namespaces.find(namespace.fingerprint) is None
+    assert tier.audit() == []
+
+
 async def test_a_claim_lapses_in_each_tier_by_itself(open_tier: Open) -> None:
     tier = await open_tier(BIG)
     keyspace = tier.keyspace()

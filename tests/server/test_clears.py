@@ -208,6 +208,8 @@ async def test_a_clear_of_a_user_reaches_all_of_its_namespaces_and_no_others() -
         session.handle(m.Clear(seq=2, namespaces="x", uid=1, token=b"t" * 16), [])
     with pytest.raises(UnknownNameError, match=r"has keys in memory, belongs to uid 3$"):
         session.handle(m.Clear(seq=2, uid=3, token=b"t" * 16), [])
+    with pytest.raises(UnknownNameError, match=r"has a name like ''$"):
+        session.handle(m.Clear(seq=2, namespaces="", token=b"t" * 16), [])
     answer = session.handle(m.Clear(seq=2, namespaces="a#*", uid=1, token=b"t" * 16), [])
     assert asyncio.iscoroutine(answer)
     assert await answer == m.Cleared(seq=2, keys=4, bytes=4 * 4096, namespaces=1)

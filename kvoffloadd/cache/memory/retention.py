@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,7 @@ class Retention:
         self._by_name: dict[tuple[Namespace, str], Claim] = {}
         self._ends: list[tuple[float, int]] = []  # a heap, with entries of claims that ended early
         self._ended: deque[Claim] = deque()  # claims that tiers still keep, until the next turns
+        self._num_ended: Counter[Namespace] = Counter()  # of them, by namespace
         self._last = 0
         memory.on_end = self._forget_ended
 
@@ -187,8 +188,7 @@ class Retention:
             ends_s, number = heapq.heappop(self._ends)
             claim = self._claims.get(number)
             if claim is not None and claim.ends_s == ends_s:
-                self._ended.append(claim)
-                self._forget(claim)
+                self._leave(claim)
                 over += 1
         self.counters.expired += over
         taken, keys = list[Claim](), 0
@@ -196,17 +196,25 @@ class Retention:
             taken.append(self._ended.popleft())
             keys += taken[-1].num_keys
         self._take(taken)
+        for claim in taken:
+            self._num_ended[claim.namespace] -= 1
+            if not self._num_ended[claim.namespace]:
+                del self._num_ended[claim.namespace]
+                self._notify_unclaimed(claim.namespace)
         if self._ended:
             return now
         return self._ends[0][0] if self._ends else None
 
     def _end(self, claims: Iterable[Claim]) -> None:
         """Ends claims at once. The tiers let go what they keep of them within the next turns."""
-        ending = list(claims)
-        self._ended += ending
-        for claim in ending:
-            self._forget(claim)
+        for claim in list(claims):
+            self._leave(claim)
         self.wake(self.clock())
+
+    def _leave(self, claim: Claim) -> None:
+        self._ended.append(claim)
+        self._num_ended[claim.namespace] += 1
+        self._forget(claim)
 
     def _take(self, claims: Sequence[Claim]) -> None:
         """Takes claims out of the tiers."""
@@ -226,13 +234,19 @@ class Retention:
         del siblings[claim.number]
         if not siblings:
             del self._by_namespace[claim.namespace]
-            self.on_unclaimed(claim.namespace)
+            self._notify_unclaimed(claim.namespace)
         if self._by_name.get((claim.namespace, claim.name)) is claim:
             del self._by_name[claim.namespace, claim.name]
 
+    def _notify_unclaimed(self, namespace: Namespace) -> None:
+        if not self.has(namespace):
+            self.on_unclaimed(namespace)
+
     def has(self, namespace: Namespace) -> bool:
-        """Returns whether claims name keys of this namespace."""
-        return namespace in self._by_namespace
+        """Returns whether tiers keep something of this namespace. Until they have let all of it go, it must not be
+        forgotten: its successor's claims would find the same rows on disk.
+        """
+        return namespace in self._by_namespace or namespace in self._num_ended
 
     # --- figures ---
 
