@@ -460,6 +460,26 @@ def test_what_is_not_made_lets_nothing_lapse(monkeypatch: pytest.MonkeyPatch) ->
     check(cache)
 
 
+def test_claims_of_the_same_keys_lapse_together_and_those_that_are_not_in_the_way_stay() -> None:
+    cache, _ = cache_of(pages=64)  # 16 of them
+    _, keyspace = make_keyspace(cache)
+    same = [retain(cache, keyspace, *range(10, 30), priority=20) for _ in range(5)]
+    inside, absent = retain(cache, keyspace, 0, 1, priority=10), retain(cache, keyspace, 500, priority=1)
+    high = retain(cache, keyspace, *range(8), priority=30)
+    store(cache, keyspace, keys_of(*range(8)))
+    store(cache, keyspace, keys_of(*range(10, 30)))
+    assert [claim is not None and claim.is_in_force for claim in same] == [False] * 5
+    for claim in (inside, absent, high):
+        assert claim is not None and claim.is_in_force
+    assert cache.retention.memory.num_lapsed == 5
+    check(cache)
+    forget(cache, [claim for claim in (high, inside) if claim is not None])
+    again = [retain(cache, keyspace, *range(10, 30), priority=20) for _ in range(5)]
+    kept = [claim for claim in again if claim is not None and claim.is_in_force]
+    assert [num_kept(cache, claim) for claim in kept] == [16], "the newest of them is cut to what fits"
+    check(cache)
+
+
 def test_nothing_is_claimed_where_the_share_is_nothing() -> None:
     cache, _ = cache_of(share=0.0)
     _, keyspace = make_keyspace(cache)

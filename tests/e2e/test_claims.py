@@ -159,7 +159,7 @@ def test_requests_that_are_wrong(rank: Rank, rng: np.random.Generator) -> None:
             rank.client.forget(name, number)
     with pytest.raises(UsageError, match="not both"):
         rank.client.retain({0: keys}, 1.0, number=1)
-    with pytest.raises(RemoteError, match="the groups of a retain have no keys"):
+    with pytest.raises(RemoteError, match="a retain with groups names keys, and no number of a claim"):
         rank.client.retain({0: b""}, 1.0)
     with pytest.raises(RemoteError, match="no claim has the number 77"):
         rank.client.forget(number=77)

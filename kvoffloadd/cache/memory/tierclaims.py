@@ -226,37 +226,35 @@ class TierClaims:
 
     @changing
     def keep_within(self, uid: int) -> None:
-        """Lets claims of a user lapse until they keep no more than its share."""
-        while (over := self.claimed.pages_of_user(uid) - self.budget_pages) > 0:
-            ordered = iter(sorted(self._of_user[uid], key=lambda claim: claim.order))
-            least = self._until(ordered, over)
-            if len(least) == 1 and not any(self._pages_of(claim) for claim in ordered):
-                self._cut(least[0])
-            else:
-                self._lapse(least[: max(1, len(least) - 1)])  # pages of several claims were counted several times
-
-    def _until(self, ordered: Iterator[Claim], over: int) -> list[Claim]:
-        """Takes claims that keep so many pages, or all; those that keep nothing are passed over."""
-        found, kept = [], 0
-        for claim in ordered:
-            pages = self._pages_of(claim)
-            if pages:
-                found.append(claim)
-                kept += pages
-            if kept >= over:
-                break
-        return found
-
-    def _pages_of(self, claim: Claim) -> int:
-        kept = self.get(claim)
-        return 0 if kept is None else int(self.claimed.pages_each(kept.numbers).sum())
+        """Lets claims of a user lapse, those first that come first in their order, until they keep no more than its
+        share. Claims that keep nothing which others do not keep are not in the way.
+        """
+        if self.claimed.pages_of_user(uid) <= self.budget_pages:
+            return
+        own = self._of_user[uid]
+        ordered = sorted(own, key=lambda claim: claim.order, reverse=True)  # the last one to lapse first
+        places = np.repeat(np.arange(len(ordered)), [len(own[claim].numbers) for claim in ordered])
+        numbers = np.concatenate([own[claim].numbers for claim in ordered])
+        keeper = np.full(
+            self.claimed.index.rows_end, len(ordered)
+        )  # of each key: the last claim to lapse that names it
+        np.minimum.at(keeper, numbers, places)
+        named = np.flatnonzero(keeper < len(ordered)).astype(np.uint32)
+        pages = np.bincount(keeper[named], self.claimed.pages_each(named), len(ordered)).cumsum()
+        fits = int(np.searchsorted(pages, self.budget_pages, side="right"))  # claims that stay
+        given_up = (keeper[numbers] >= fits) & (self.claimed.row[numbers] != 0)
+        lapsing = [ordered[place] for place in distinct(places[given_up]).tolist()]
+        last = None if fits and pages[fits - 1] else ordered[fits]
+        self._lapse([claim for claim in lapsing if claim is not last])
+        if last is not None:
+            self._cut(last)
 
     def _lapse(self, claims: Sequence[Claim]) -> None:
         self.num_lapsed += len(claims)
         self.remove(claims)
 
     def _cut(self, claim: Claim) -> None:
-        """Cuts a claim, the only one of its user that keeps anything, to what its user's share has room for."""
+        """Cuts a claim, the only one of its user that keeps anything, to the beginning that fits into the share."""
         kept = self._of_user[claim.namespace.uid][claim]
         fits = self.claimed.pages_each(kept.numbers).cumsum() <= self.budget_pages
         until = int(kept.ends[int(np.count_nonzero(fits))])  # in tokens: keys that end here or later are left out

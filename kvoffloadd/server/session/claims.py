@@ -54,8 +54,8 @@ class SessionClaims:
             return self._extend(message)
         if self.role == "observer":
             raise ForbiddenError("an observer may name claims, but no keys")
-        if not any(len(keys) for _, _, keys in groups):
-            raise MessageError("the groups of a retain have no keys")
+        if message.number or not any(len(keys) for _, _, keys in groups):
+            raise MessageError("a retain with groups names keys, and no number of a claim")
         _check_distinct(groups)
         for keyspace, first, keys in groups:
             if (first + len(keys)) * keyspace.schema.tokens_per_key >= TOKENS_END:
