@@ -196,12 +196,13 @@ class ClaimedKeys:
         for number, count in zip(which.tolist(), counts.tolist(), strict=True):
             self._by_number[number].keys += sign * count
 
-    def remove(self, numbers: U32Array, rank: int) -> Released:
-        """Removes a claim of this rank from these distinct keys."""
-        self.claims[numbers] -= np.uint16(1)
-        tops = numbers[self.rank[numbers] == rank]
-        self.tops[tops] -= np.uint16(1)
-        gone = numbers[self.claims[numbers] == 0]
+    def remove(self, numbers: U32Array, ranks: U8Array) -> Released:
+        """Removes claims of these ranks from these keys, each named for every claim of it that is removed."""
+        count_down(self.claims, numbers)
+        tops = numbers[self.rank[numbers] == ranks]
+        count_down(self.tops, tops)
+        every, tops = _each_once(numbers, self.index.rows_end), _each_once(tops, self.index.rows_end)
+        gone = every[self.claims[every] == 0]
         resident = gone[self.row[gone] != 0]
         rows = self.rows_of(resident)
         self._unlink(resident, rows)
@@ -304,3 +305,10 @@ class ClaimedKeys:
         if not np.array_equal(in_tier, self.rows) or in_tier.sum() != self.num_rows:
             findings.append("claims: the claimed rows of a keyspace are miscounted")
         return findings
+
+
+def _each_once(numbers: U32Array, end: int) -> U32Array:
+    """Returns each number once, ascending: very many of them may be equal."""
+    named = np.zeros(end, bool)
+    named[numbers] = True
+    return np.flatnonzero(named).astype(np.uint32)

@@ -20,7 +20,7 @@ from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX, NO_NUMBERS, ClaimedKey
 from kvoffloadd.cache.memory.index import distinct, first_of_each
 from kvoffloadd.cache.memory.keys import join_keys
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
-from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.scheduling.shares import share_left
 
 SEARCHED_CLAIMS, SEARCHED_KEYS = 128, 1 << 15
@@ -149,11 +149,11 @@ class TierClaims:
     def change_rank(self, claim: Claim, before: int) -> None:
         """Notes that a claim had this rank before."""
         if (kept := self.get(claim)) is not None:
-            self._restore(claim.namespace, [self.claimed.change_rank(kept.numbers, before, claim.rank)])
+            self._restore(claim.namespace, self.claimed.change_rank(kept.numbers, before, claim.rank))
 
     def remove(self, claims: Sequence[Claim]) -> None:
         """Keeps these claims no longer, as far as the tier keeps them."""
-        freed, lowered = list[U32Array](), dict[Namespace, list[U32Array]]()
+        left = list[tuple[Claim, U32Array]]()
         for claim in claims:
             own = self._of_user.get(claim.namespace.uid, {})
             if (kept := own.get(claim)) is None:
@@ -165,28 +165,25 @@ class TierClaims:
                 del self._of_user[claim.namespace.uid]
                 self.num_named += Counter()  # drops zeros
             claim.num_tiers -= 1
-            released = self.claimed.remove(kept.numbers, claim.rank)
-            freed.append(released.rows)
-            lowered.setdefault(claim.namespace, []).append(released.lowered)
+            left.append((claim, kept.numbers))
             self.on_end(claim)
-        for namespace, numbers_of in lowered.items():
-            self._restore(namespace, numbers_of)
-        self._readmit(freed)
+        self._release(left)
 
-    def _readmit(self, freed: Sequence[U32Array]) -> None:
-        rows = np.concatenate([NO_NUMBERS, *freed])
-        if len(rows):
-            self._tier.let_claimed_go(rows)
+    def _release(self, left: Sequence[tuple[Claim, U32Array]]) -> None:
+        """Lets go of what these claims have kept."""
+        if left:
+            released = self.claimed.remove(*_named(left))
+            for namespace in {claim.namespace for claim, _ in left}:
+                self._restore(namespace, released.lowered)
+            if len(released.rows):
+                self._tier.let_claimed_go(released.rows)
 
-    def _restore(self, namespace: Namespace, lowered: Sequence[U32Array]) -> None:
+    def _restore(self, namespace: Namespace, lowered: U32Array) -> None:
         """Finds the rank of keys again that the claims of the highest rank have left."""
-        marked = np.concatenate([NO_NUMBERS, *lowered])
-        marked = marked[self.claimed.claims[marked] > 0]  # the others are free, since later claims ended, too
         own = self._of_user.get(namespace.uid, {})
-        named = [(claim.rank, kept.numbers) for claim, kept in own.items() if claim.namespace is namespace]
-        if len(marked) and named:
-            ranks = np.repeat(np.array([rank for rank, _ in named], np.uint8), [len(numbers) for _, numbers in named])
-            self.claimed.restore(marked, np.concatenate([numbers for _, numbers in named]), ranks)
+        named = [(claim, kept.numbers) for claim, kept in own.items() if claim.namespace is namespace]
+        if len(lowered) and named:
+            self.claimed.restore(lowered, *_named(named))
 
     # --- the share of a user ---
 
@@ -213,7 +210,7 @@ class TierClaims:
         """Notes that the keys of this keyspace may have other rows."""
         if self.claimed.has(keyspace):
             before, now = self.claimed.relink(keyspace, lambda keys: self._tier.find_all([(keyspace, len(keys))], keys))
-            self._readmit([before])
+            self._tier.let_claimed_go(before)
             self._tier.set_aside(now)
             self.sizes_changed(keyspace)
 
@@ -235,15 +232,14 @@ class TierClaims:
         ordered = sorted(own, key=lambda claim: claim.order, reverse=True)  # the last one to lapse first
         places = np.repeat(np.arange(len(ordered)), [len(own[claim].numbers) for claim in ordered])
         numbers = np.concatenate([own[claim].numbers for claim in ordered])
-        keeper = np.full(
-            self.claimed.index.rows_end, len(ordered)
-        )  # of each key: the last claim to lapse that names it
-        np.minimum.at(keeper, numbers, places)
+        # Of each key: the last claim to lapse that names it.
+        keeper = np.full(self.claimed.index.rows_end, len(ordered))
+        keeper[numbers[::-1]] = places[::-1]  # of equals, the first one is written last
         named = np.flatnonzero(keeper < len(ordered)).astype(np.uint32)
         pages = np.bincount(keeper[named], self.claimed.pages_each(named), len(ordered)).cumsum()
         fits = int(np.searchsorted(pages, self.budget_pages, side="right"))  # claims that stay
         given_up = (keeper[numbers] >= fits) & (self.claimed.row[numbers] != 0)
-        lapsing = [ordered[place] for place in distinct(places[given_up]).tolist()]
+        lapsing = [ordered[place] for place in np.flatnonzero(np.bincount(places[given_up])).tolist()]
         last = None if fits and pages[fits - 1] else ordered[fits]
         self._lapse([claim for claim in lapsing if claim is not last])
         if last is not None:
@@ -266,9 +262,7 @@ class TierClaims:
         cut, kept.numbers, kept.ends = kept.numbers[left:], kept.numbers[:left], kept.ends[:left]
         kept.uses_before = int(self.claimed.uses[kept.numbers[-1]]) - hits
         self.num_named[claim.namespace.uid] -= len(cut)
-        released = self.claimed.remove(cut, claim.rank)
-        self._restore(claim.namespace, [released.lowered])
-        self._readmit([released.rows])
+        self._release([(claim, cut)])
 
     # --- the last resort ---
 
@@ -347,6 +341,12 @@ class TierClaims:
         if any(claimed.pages_of_user(uid) > self.budget_pages for uid in self._of_user):
             findings.append("claims: a user's claims keep more than its share")
         return findings + claimed.check(used.astype(np.uint32), self._tier.rows_end)
+
+
+def _named(claims: Sequence[tuple[Claim, U32Array]]) -> tuple[U32Array, U8Array]:
+    """Joins the numbers of keys of several claims. Returns them, with the rank of the claim of each."""
+    ranks = np.array([claim.rank for claim, _ in claims], np.uint8)
+    return np.concatenate([numbers for _, numbers in claims]), np.repeat(ranks, [len(numbers) for _, numbers in claims])
 
 
 def _ends(keyspace: Keyspace, first: int, count: int) -> I64Array:
