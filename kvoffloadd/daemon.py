@@ -279,6 +279,7 @@ class Daemon:
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
         beside = [
+            context.spawn(context.claims.run()),
             context.spawn(self._watch(context, socket_lane)),
             context.spawn(log_held_back_forever()),
             context.spawn(keep_socket(self._place, socket_lane, listener.replace)),
@@ -311,6 +312,7 @@ class Daemon:
     async def _take_over(self, context: Context) -> None:
         """Takes over what earlier runs left on disk and in memory."""
         await self._take_over_keys(context)
+        await context.claims.restore()
         if context.remote is not None:
             context.remote.start(context.spawn)
 
@@ -324,6 +326,7 @@ class Daemon:
             saved = None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
+            await context.claims.inherit(saved.claims)
         if context.disk is not None:
             await context.disk.start(context.spawn)
         if not self._pool.is_old:
@@ -462,6 +465,7 @@ class Daemon:
         if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
             log.warning("%d payloads have no checksum yet and are lost", context.jobs.unsealed)
         await context.clearings.close(CLOSE_S)
+        await context.claims.close(CLOSE_S)
         await self._close_lower(context)
         if not await context.hash_lane.close(CLOSE_S):
             self._fatal("the hash lane does not end")

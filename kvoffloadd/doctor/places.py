@@ -31,7 +31,7 @@ ANSWER_S = 10.0
 """A disk that takes longer to answer counts as ill."""
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
-_OURS = {"lock", "manifest", "manifest.new", "segments", "lost+found"}
+_OURS = {"lock", "manifest", "manifest.new", "claims", "claims.new", "segments", "lost+found"}
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _SYSTEMS_FAULTS = (errno.EIO, errno.EROFS, errno.ENOLCK)
 """Errors of a disk or its mount, whatever the directory contains."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvoffloadd import socketpath
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.clearing import Clearings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
@@ -110,6 +111,7 @@ class Context:
     # Found once: looking for them reads the disk. Whether a driver works shows only when a worker names a GPU.
     has_cuda_bindings: bool = field(default_factory=has_bindings)
     clearings: Clearings = field(init=False)
+    claims: ClaimSaver = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     quarantine: Quarantine = field(init=False)
     events: EventFeeds = field(init=False)
@@ -117,6 +119,7 @@ class Context:
     _expiry: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
+        self.claims = ClaimSaver(self.cache, self.disk, self.config.disk.stuck_s)
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
         self.quarantine = Quarantine(self.jobs, self.trusted_uids, self.fatal)

@@ -116,6 +116,7 @@ def _all_users(context: Context) -> dict[str, Any]:
         **({"remote": context.remote.figures()} if context.remote else {}),
         "retention": {
             **cache.retention.figures(),
+            "saved": context.claims.is_saved,
             "keys_unkept": cache.eviction.keys_unkept,
             "disk_keys_unkept": context.disk.reclaim.keys_unkept if context.disk else 0,
         },

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.lower.fetches import Fetch, Urgency, keys_below
 from kvoffloadd.cache.memory.audit import check
@@ -200,6 +202,10 @@ class Tier:
         )
         self.disk = DiskTier(self.cache, config, self.files, self.loop, seed=9)
         self.roots = self.disk.roots
+        self.clock_error_s = 0.0
+        self.claims = ClaimSaver(
+            self.cache, self.disk, self.shape.stuck_s, now=lambda: time.time() + self.clock_error_s
+        )
         self.tasks: list[asyncio.Task[None]] = []
         self.arena = self.cache.tier.pool.arena
         self.is_closed = False
@@ -226,11 +232,14 @@ class Tier:
         saved = read_saved_state(pool.names()) if pool.is_old else None
         if saved is not None:
             self.cache.epochs.merge(saved.base, saved.last, saved.epochs)
+            await self.claims.inherit(saved.claims)
         await self.disk.start(self._spawn)
         if pool.is_old:
             self.disk.demotion.adopted(adopt(self.cache, saved))
         else:
             self.cache.save_state()
+        await self.claims.restore()
+        self._saving = self._spawn(self.claims.run())
         return self
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -239,6 +248,8 @@ class Tier:
 
     async def close(self, flush_s: float = 10.0) -> None:
         """Closes the tier in order."""
+        self._saving.cancel()
+        await self.claims.close(20.0)
         assert await self.disk.close(flush_s, 20.0)
         await self._end()
 

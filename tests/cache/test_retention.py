@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.memory import audit, retention, tierclaims
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.claim import Claim
@@ -787,15 +789,20 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["", *POLICIES]))
     def start(self, policy: str) -> None:
+        self.policy = policy
         self.cache, self.clock = cache_of(pages=48, slab_pages=8, policy=policy)
+        self.open()
+        self.wishes: list[Wish] = []
+        self.lease: np.ndarray = np.zeros(0, np.uint32)
+
+    def open(self) -> None:
         self.namespaces: list[Namespace] = []
         for uid, pages in ((0, 1), (1000, 2)):
             namespace = self.cache.open_namespace(bytes([uid % 256]) * 16, uid, "test", 32)
             keyspace = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
             self.cache.set_part_bytes(keyspace, {0: pages * PAGE_BYTES})
             self.namespaces.append(namespace)
-        self.wishes: list[Wish] = []
-        self.lease: np.ndarray = np.zeros(0, np.uint32)
+        self.saver = ClaimSaver(self.cache, None, stuck_s=1.0, now=self.clock)
 
     def keyspace(self, n: int) -> Keyspace:
         return self.namespaces[n].keyspaces[0]
@@ -866,6 +873,33 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(quarter=st.integers(0, 4))
     def change_share(self, quarter: int) -> None:
         self.cache.retention.memory.change_share(quarter / 4)
+
+    @rule()
+    def restart(self) -> None:
+        """Nothing but the claims is left."""
+        old = self.cache
+        asyncio.run(self.saver.save())
+        self.cache, _ = cache_of(pages=48, slab_pages=8, policy=self.policy, share=old.retention.memory.share)
+        self.clock.now_s += 1.0
+        self.cache.retention.clock = self.clock
+        self.cache.epochs.merge(old.epochs.base, old.epochs.last, old.epochs.by_namespace)
+        self.open()
+        asyncio.run(self.saver.read(old.saved_claims, "the last run"))
+        asyncio.run(self.saver.restore())
+        self.cache.retention.expire()
+        self.wishes = [wish for wish in self.wishes if wish.claim.is_in_force and wish.ends_s > self.clock.now_s]
+        if (
+            not self.cache.retention.memory.budget_pages
+        ):  # a share of nothing is given to no claim, even of keys to come
+            self.wishes.clear()
+        found = {claim.number: claim for claim in self.cache.retention.claims}
+        for wish in self.wishes:
+            kept = old.retention.memory.get(wish.claim)
+            wish.keys = wish.keys[: len(kept.numbers)] if kept is not None else []
+            wish.claim = found[wish.claim.number]
+            assert (wish.claim.num_keys, wish.claim.name) == (len(wish.keys), wish.name)
+        self.lease = np.zeros(0, np.uint32)
+        old.tier.close()
 
     def named(self, wish: Wish) -> list[int]:
         """The keys that a claim names: fewer than the wish if it was cut."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache import clearing
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.clearing import Clearings, clear_here
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -171,7 +172,8 @@ async def take_over(pool: ArenaFile, cache: Cache, disk: Any = None) -> None:
     """Does what a daemon does that has made this cache over this pool."""
     absent: Any = None
     daemon: Any = Daemon(Config(), absent, absent, absent, pool, absent, {}, absent)
-    await daemon._take_over_keys(SimpleNamespace(cache=cache, disk=disk, spawn=None))
+    claims = ClaimSaver(cache, None, stuck_s=1.0)
+    await daemon._take_over_keys(SimpleNamespace(cache=cache, disk=disk, claims=claims, spawn=None))
 
 
 async def test_a_daemon_leaves_memory_that_knows_of_clears_of_the_future() -> None:

@@ -70,6 +70,7 @@ class RootLifecycle:
         reclaim: Reclaim,
     ) -> None:
         self.coming: set[Root] = set()  # roots between step 1 and the end of step 5
+        self.on_claims: Callable[[bytes, str], Awaitable[None]] | None = None  # see `ClaimSaver.read`
         self._disk = disk
         self._clears = clears
         self._demotion = demotion
@@ -130,6 +131,9 @@ class RootLifecycle:
                 return
             await self._accept(root, manifest)
             if root.accepted:
+                if self.on_claims is not None:
+                    recorded = await root.directory.recorded_claims() if root.is_trusted else b""
+                    await self.on_claims(recorded, f"disk {root.name}")
                 await self._recover(root)
             await self._clears.save_epochs(
                 [other for other in self._disk.roots if other is root or other.state != RootState.OFF]

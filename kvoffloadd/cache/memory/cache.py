@@ -97,6 +97,7 @@ class Cache:
         self.counters = CacheCounters()
         self.epochs = Epochs()
         self.confirmed = Confirmed()
+        self.saved_claims = b""  # packed, for `save_state`
         self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
         self.namespaces = Namespaces(self.entries)
@@ -196,7 +197,9 @@ class Cache:
         changed, and at once after a clear.
         """
         self._state_changed = False
-        names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
+        names, left_out = pack_state(
+            self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max, self.saved_claims
+        )
         fits = self.tier.pool.save_names(names)
         if (left_out or not fits) and not self._warned_of_names:
             self._warned_of_names = True
@@ -421,8 +424,7 @@ class Cache:
         """
         with changing:
             anything = epoch > self.epochs.began
-            if anything:
-                self.retention.clear(namespace)
+            self.retention.clear(namespace, restored_only=not anything)
             for keyspace in list(namespace.keyspaces.values()):
                 keyspace.drops += anything
                 for rows in self.entries.scan(keyspace):

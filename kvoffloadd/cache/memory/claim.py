@@ -16,10 +16,11 @@ class Claim:
     name: str  # chosen by the client; "": none
     priority: int
     ends_s: float  # by the monotonic clock
-    tokens: int  # of the prompt
-    num_keys: int
+    tokens: int = 0  # of the prompt
+    num_keys: int = 0
     num_tiers: int = 0  # that keep something of it; 0: it has ended
     hits: int = 0  # of earlier claims of this name
+    restored: bool = False  # an earlier run made it
 
     @property
     def is_in_force(self) -> bool:

@@ -107,6 +107,13 @@ class ClaimedKeys:
         self.uses[self.number[claimed] - 1] += np.uint32(1)
         return claimed
 
+    def by_keyspace(self, numbers: U32Array) -> list[tuple[Keyspace, I64Array]]:
+        """Returns the keyspaces of these keys, and the indices of the keys of each, ascending."""
+        groups = self.index.keyspace[numbers]
+        order = np.argsort(groups, kind="stable")
+        split = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
+        return [(self._by_number[int(groups[indices[0]])].keyspace, indices) for indices in split]
+
     def is_claimed(self, rows: I64Array | U32Array) -> BoolArray:
         """Returns whether each row is claimed."""
         flags: BoolArray = self.number[rows] != 0

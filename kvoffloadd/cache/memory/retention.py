@@ -35,6 +35,7 @@ class RetentionCounters:
     """Counts claims since the start."""
 
     made: int = 0
+    restored: int = 0
     expired: int = 0
 
 
@@ -46,6 +47,7 @@ class Retention:
         self.disk: TierClaims | None = None
         self.counters = RetentionCounters()
         self.clock: Callable[[], float] = time.monotonic
+        self.on_change: Callable[[], object] = lambda: None  # called when a claim has begun, changed or ended
         # Called when the last claim of a namespace has ended.
         self.on_unclaimed: Callable[[Namespace], object] = lambda namespace: None
         # Called with the time at which `expire` must be called.
@@ -92,22 +94,56 @@ class Retention:
                 equal hashes.
         """
         prompt = [(keyspace, first, keys) for keyspace, first, keys in prompt if len(keys)]
-        count = sum(len(keys) for _, _, keys in prompt)
-        if count > (most := min(tier.may_name(namespace.uid) for tier in self.tiers)):
-            raise LimitError(f"{count} keys in one claim are more than the {most} of all claims: claim fewer of them")
-        old = self._by_name.get((namespace, name)) if name else None
+        self._check_number(namespace, prompt)
+        old = self.named(namespace, name)
         hits = 0
         if old is not None:
-            hits = self._hits(old)
+            hits = self.hits(old)
             self._take([old])
         if not self._make_room(namespace.uid, priority):
             return None
-        self._last += 1
-        tokens = max((first + len(keys)) * keyspace.schema.tokens_per_key for keyspace, first, keys in prompt)
-        claim = Claim(self._last, namespace, name, priority, self.clock() + seconds, tokens, count, hits=hits)
-        self._claims[claim.number] = self._by_namespace.setdefault(namespace, {})[claim.number] = claim
-        if name:
-            self._by_name[namespace, name] = claim
+        claim = Claim(self._last + 1, namespace, name, priority, self.clock() + seconds, hits=hits)
+        if not self._begin(claim, prompt):
+            return None
+        self.counters.made += 1
+        return claim
+
+    @changing
+    def restore(self, claim: Claim, prompt: Prompt) -> bool:
+        """Makes a claim again that an earlier run has made, after all that are here. Its number changes if it is not
+        higher than theirs. Returns whether a tier keeps it. Raises as `retain`.
+        """
+        self._check_number(claim.namespace, prompt)
+        if not self._make_room(claim.namespace.uid, claim.priority):
+            return False
+        claim.number = max(claim.number, self._last + 1)
+        if not self._begin(claim, prompt):
+            return False
+        self.counters.restored += 1
+        return True
+
+    def named(self, namespace: Namespace, name: str) -> Claim | None:
+        """Returns the claim of this name in the namespace, if there is one."""
+        return self._by_name.get((namespace, name)) if name else None
+
+    def prompt_of(self, claim: Claim) -> Prompt:
+        """Returns the keys of a claim that some tier keeps: those of the tier that keeps the most of them."""
+        prompts = [tier.prompt_of(claim) for tier in self.tiers]
+        return max(prompts, key=lambda prompt: sum(len(keys) for _, _, keys in prompt))
+
+    def _check_number(self, namespace: Namespace, prompt: Prompt) -> None:
+        count = sum(len(keys) for _, _, keys in prompt)
+        if count > (most := min(tier.may_name(namespace.uid) for tier in self.tiers)):
+            raise LimitError(f"{count} keys in one claim are more than the {most} of all claims: claim fewer of them")
+
+    def _begin(self, claim: Claim, prompt: Prompt) -> bool:
+        """Adds a claim to the tiers. Returns whether one of them keeps something of it."""
+        self._last = claim.number
+        claim.tokens = max((first + len(keys)) * keyspace.schema.tokens_per_key for keyspace, first, keys in prompt)
+        claim.num_keys = sum(len(keys) for _, _, keys in prompt)
+        self._claims[claim.number] = self._by_namespace.setdefault(claim.namespace, {})[claim.number] = claim
+        if claim.name:
+            self._by_name[claim.namespace, claim.name] = claim
         claim.num_tiers += 1  # or it would be forgotten as soon as one tier does not keep it
         try:
             for tier in self.tiers:
@@ -120,10 +156,9 @@ class Retention:
         claim.num_tiers -= 1
         if not claim.is_in_force:
             self._forget(claim)
-            return None
+            return False
         self._schedule(claim)
-        self.counters.made += 1
-        return claim
+        return True
 
     def change_shares(self, memory: float, disk: float) -> None:
         """Sets the shares of memory and of disk that the claims of each user may keep, from now on."""
@@ -149,6 +184,7 @@ class Retention:
         return [claims for namespace, claims in self._by_namespace.items() if namespace.uid == uid]
 
     def _schedule(self, claim: Claim) -> None:
+        self.on_change()
         heapq.heappush(self._ends, (claim.ends_s, claim.number))
         if len(self._ends) > 2 * len(self._claims) + ENDS_SPARE:
             self._ends = [(claim.ends_s, claim.number) for claim in self._claims.values()]
@@ -173,10 +209,11 @@ class Retention:
         self._end(claims)
 
     @changing
-    def clear(self, namespace: Namespace) -> None:
-        """Ends all claims of a namespace: its keys are cleared."""
-        if namespace in self._by_namespace:
-            self._end(self._by_namespace[namespace].values())
+    def clear(self, namespace: Namespace, *, restored_only: bool = False) -> None:
+        """Ends all claims of a namespace, since its keys are cleared; or those that an earlier run made."""
+        claims = self._by_namespace.get(namespace, {}).values()
+        if over := [claim for claim in claims if claim.restored or not restored_only]:
+            self._end(over)
 
     @changing
     def expire(self) -> float | None:
@@ -229,6 +266,7 @@ class Retention:
     def _forget(self, claim: Claim) -> None:
         if claim.number not in self._claims:
             return
+        self.on_change()
         del self._claims[claim.number]
         siblings = self._by_namespace[claim.namespace]
         del siblings[claim.number]
@@ -250,7 +288,8 @@ class Retention:
 
     # --- figures ---
 
-    def _hits(self, claim: Claim) -> int:
+    def hits(self, claim: Claim) -> int:
+        """Returns how often the last key of a claim was used, those of its name's earlier claims included."""
         return claim.hits + self.memory.hits(claim)
 
     def figures(self) -> dict[str, int]:
@@ -264,6 +303,7 @@ class Retention:
             "disk_keys": disk_keys,
             "disk_bytes": disk_pages * PAGE_BYTES,
             "claims_made": self.counters.made,
+            "claims_restored": self.counters.restored,
             "claims_expired": self.counters.expired,
             "claims_lapsed": self.memory.num_lapsed,
             "claims_cut": self.memory.num_cut,
@@ -288,7 +328,7 @@ class Retention:
             "memory_bytes": pages * PAGE_BYTES,
             "disk_keys": disk_keys,
             "disk_bytes": disk_pages * PAGE_BYTES,
-            "hits": self._hits(claim),
+            "hits": self.hits(claim),
         }
 
     def check(self) -> list[str]:

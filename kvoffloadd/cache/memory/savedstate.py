@@ -1,9 +1,9 @@
-"""Packs and reads namespaces and epochs that are saved next to the arena, for a warm restart. Pure."""
+"""Packs and reads what is saved next to the arena for a warm restart: namespaces, epochs and claims. Pure."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgpack
@@ -27,8 +27,8 @@ from kvoffloadd.model import (
 
 log = logging.getLogger(__name__)
 
-_ARRAYS_BYTES = 10
-"""The maximum size of two array headers."""
+_ARRAYS_BYTES = 15
+"""The maximum size of two array headers, and of the header of the claims."""
 
 _Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
@@ -37,7 +37,7 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one keyspace, as `_pack_keyspace` lists it. It is within the bounds of a session's groups."""
+    """Describes one keyspace, as `pack_keyspace` lists it. It is within the bounds of a session's groups."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=NUMBERS)]
     fingerprint: _Fingerprint
@@ -82,39 +82,43 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
-    """Holds namespaces and epochs as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`."""
+    """Holds namespaces, epochs and claims as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`;
+    `claims`: see `savedclaims`.
+    """
 
     base: _Epoch
     last: _Epoch
     epochs: dict[_Fingerprint, _Epoch]
     keyspaces: list[SavedKeyspace]
-
-    @property
-    def is_sound(self) -> bool:
-        """Returns whether its keyspaces are sound and consistent: each number and each group belongs to one keyspace,
-        and a namespace belongs to one user.
-        """
-        keyspaces = self.keyspaces
-        groups = {(keyspace.fingerprint, keyspace.group) for keyspace in keyspaces}
-        namespaces = {
-            (keyspace.fingerprint, keyspace.uid, keyspace.label, keyspace.key_bytes, keyspace.epoch)
-            for keyspace in keyspaces
-        }
-        return (
-            all(keyspace.is_sound for keyspace in keyspaces)
-            and len({keyspace.number for keyspace in keyspaces}) == len(groups) == len(keyspaces)
-            and len(namespaces) == len({keyspace.fingerprint for keyspace in keyspaces})
-        )
+    claims: bytes = b""
 
 
-def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) -> tuple[bytes, list[int]]:
+def are_consistent(keyspaces: Sequence[SavedKeyspace]) -> bool:
+    """Returns whether keyspaces are sound and consistent: each number and each group belongs to one keyspace, and a
+    namespace belongs to one user.
+    """
+    groups = {(keyspace.fingerprint, keyspace.group) for keyspace in keyspaces}
+    namespaces = {
+        (keyspace.fingerprint, keyspace.uid, keyspace.label, keyspace.key_bytes, keyspace.epoch)
+        for keyspace in keyspaces
+    }
+    return (
+        all(keyspace.is_sound for keyspace in keyspaces)
+        and len({keyspace.number for keyspace in keyspaces}) == len(groups) == len(keyspaces)
+        and len(namespaces) == len({keyspace.fingerprint for keyspace in keyspaces})
+    )
+
+
+def pack_state(
+    namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int, claims: bytes = b""
+) -> tuple[bytes, list[int]]:
     """Returns the packed state, for `read_saved_state`, and the users with keyspaces that are left out, since they need
-    too much space.
+    too much space. The claims are left out before any keyspace.
     """
     by_uid: dict[int, list[bytes]] = {}
     for namespace in namespaces:
         packed = by_uid.setdefault(namespace.uid, [])
-        packed += filter(None, map(_pack_keyspace, namespace.keyspaces.values()))
+        packed += filter(None, map(pack_keyspace, namespace.keyspaces.values()))
     packer = msgpack.Packer()
     head = b"".join(map(packer.pack, (epochs.base, epochs.last, epochs.by_namespace)))
     sizes = {uid: sum(map(len, packed)) for uid, packed in by_uid.items()}
@@ -123,10 +127,14 @@ def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) 
         left_out.append(max(sizes, key=sizes.__getitem__))
         del sizes[left_out[-1]]
     keyspaces = [packed for uid in sizes for packed in by_uid[uid]]
-    return b"".join([packer.pack_array_header(4), head, packer.pack_array_header(len(keyspaces)), *keyspaces]), left_out
+    body = [head, packer.pack_array_header(len(keyspaces)), *keyspaces]
+    # Without claims it is as earlier daemons write it; they ignore what follows the keyspaces.
+    if not claims or len(head) + _ARRAYS_BYTES + sum(sizes.values()) + len(claims) > bytes_max:
+        return b"".join([packer.pack_array_header(4), *body]), left_out
+    return b"".join([packer.pack_array_header(5), *body, packer.pack(claims)]), left_out
 
 
-def _pack_keyspace(keyspace: Keyspace) -> bytes:
+def pack_keyspace(keyspace: Keyspace) -> bytes:
     """Packs one keyspace, once, since there may be tens of thousands that have not changed. The result is empty if not
     all its part sizes are known: none of its keys could be taken over.
     """
@@ -162,7 +170,7 @@ def read_saved_state(names: bytes) -> SavedState | None:
         return None
     try:
         saved = msgspec.msgpack.decode(names, type=SavedState)
-        why = "" if saved.is_sound else "its groups can't be together"
+        why = "" if are_consistent(saved.keyspaces) else "its groups can't be together"
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         why = str(error)
     if not why:

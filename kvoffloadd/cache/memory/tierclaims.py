@@ -81,6 +81,19 @@ class TierClaims:
         """Returns what this tier keeps of a claim; None: nothing."""
         return self._of_user.get(claim.namespace.uid, {}).get(claim)
 
+    def prompt_of(self, claim: Claim) -> Prompt:
+        """Returns the keys of a claim that this tier keeps."""
+        if (kept := self.get(claim)) is None:
+            return []
+        return [
+            (
+                keyspace,
+                int(kept.ends[indices[0]]) // keyspace.schema.tokens_per_key - 1,
+                self.claimed.index.keys.take(kept.numbers[indices], axis=0),
+            )
+            for keyspace, indices in self.claimed.by_keyspace(kept.numbers)
+        ]
+
     def __len__(self) -> int:
         return sum(map(len, self._of_user.values()))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -19,13 +19,13 @@ import xxhash
 
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError, Files
+from kvoffloadd.storage.disk.replacedfile import read_whole, replace, write_new
 
 MANIFEST_NAME = "manifest"
 MANIFEST_VERSION = 1
 CONFIRMED_VERSION = 2
 """The version of manifests with the time at which a shared store last confirmed their epochs."""
 
-_TEMPORARY_NAME = "manifest.new"
 _CHECKSUM = b"xxh3_128 "
 _BYTES_MAX = 256 << 20
 
@@ -107,12 +107,8 @@ async def write_manifest(
 
 def read_manifest_in(files: Files, directory_fd: int) -> Manifest | None:
     """Returns the manifest of a root whose directory is open; blocks. Raises as `read_manifest`."""
-    try:
-        with files.open_to_read(directory_fd, MANIFEST_NAME, direct=False) as fd:
-            raw = bytearray(min(files.size_bytes(fd), _BYTES_MAX))
-            return decode_manifest(bytes(raw[: files.read(fd, 0, [raw])]))
-    except FileNotFoundError:
-        return None
+    raw = read_whole(files, directory_fd, MANIFEST_NAME, _BYTES_MAX)
+    return None if raw is None else decode_manifest(raw)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -162,20 +158,12 @@ def _read(path: Path, files: Files) -> Manifest | None:
 def _write(path: Path, manifest: Manifest, files: Files) -> None:
     encoded = encode_manifest(manifest)
     with _directory(path, files) as directory_fd:
-        with suppress(FileNotFoundError):
-            files.unlink(directory_fd, _TEMPORARY_NAME)
-        fd = files.open(directory_fd, _TEMPORARY_NAME, create=True, direct=False, write=True)
-        try:
-            files.write(fd, 0, [encoded])
-            files.sync(fd)
-        finally:
-            files.close(fd)
+        write_new(files, directory_fd, MANIFEST_NAME, encoded)
 
 
 def _replace(path: Path, files: Files) -> None:
     with _directory(path, files) as directory_fd:
-        files.rename(directory_fd, _TEMPORARY_NAME, MANIFEST_NAME)
-        files.sync_directory(directory_fd)
+        replace(files, directory_fd, MANIFEST_NAME)
 
 
 @contextmanager

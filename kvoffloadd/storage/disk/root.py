@@ -93,6 +93,11 @@ class Root:
         return self.directory.accepted
 
     @property
+    def is_trusted(self) -> bool:
+        """Whether its manifest vouches for what else is there."""
+        return self._trusted
+
+    @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes with all threads of the root."""
         return self.read_lane, self.write_lane, self.probe.lane
@@ -164,6 +169,7 @@ class Root:
         remove = partial(self.directory.remove, [name for name, _ in reusable])
         await self.directory.perform(self.write_lane, remove)
         reusable.clear()
+        await self.directory.perform(self.write_lane, self.directory.remove_claims)
         await self.directory.create_manifest()
         self._trusted = True
 

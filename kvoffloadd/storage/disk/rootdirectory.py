@@ -10,7 +10,7 @@ import logging
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from kvoffloadd.linux.mounts import file_system
 from kvoffloadd.scheduling.lanes import Again, Lane, LaneExecutor
+from kvoffloadd.storage.disk.claimsfile import CLAIMS_NAME, read_claims, write_claims
 from kvoffloadd.storage.disk.files import (
     DiskError,
     DiskVersionError,
@@ -38,6 +39,7 @@ from kvoffloadd.storage.disk.opening import (
     what_changed,
     what_is_missing,
 )
+from kvoffloadd.storage.disk.replacedfile import remove
 from kvoffloadd.storage.disk.segment import SegmentMaker, try_pages, try_segment
 from kvoffloadd.units import format_path
 
@@ -260,6 +262,22 @@ class RootDirectory:
                 raise DiskError(f"{self.name} has a record of later clears")
             await write_manifest(self._here, manifest, self._executor, self.files)
             self.manifest = manifest
+
+    async def recorded_claims(self) -> bytes:
+        """Returns the packed claims that are recorded here, see `claimsfile`; empty if none can be read."""
+        try:
+            return await self.perform(self.lane, lambda: read_claims(self.files, self._directory_fd, self.name))
+        except (OSError, MemoryError) as error:
+            log.warning("disk %s: its claims are not taken over: %s", self.name, describe_error(error))
+            return b""
+
+    def remove_claims(self) -> None:
+        """Removes the recorded claims, durably; blocks. Raises OSError."""
+        remove(self.files, self._directory_fd, CLAIMS_NAME)
+
+    async def record_claims(self, packed: Sequence[bytes], ended: Callable[[], None]) -> None:
+        """Records packed claims, given in pieces, in place of earlier ones. `ended`: see `perform`. Raises OSError."""
+        await self.perform(self.lane, lambda: write_claims(self.files, self._directory_fd, packed), ended)
 
     def segment_names(self) -> list[str]:
         """Returns files with names of segments; blocks."""
