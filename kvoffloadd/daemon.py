@@ -278,8 +278,8 @@ class Daemon:
         log.info("next: `kvoffloadd flags vllm%s` prints an engine's flag; so does `flags sglang`", option)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
+        context.claims.start(context.spawn)
         beside = [
-            context.spawn(context.claims.run()),
             context.spawn(self._watch(context, socket_lane)),
             context.spawn(log_held_back_forever()),
             context.spawn(keep_socket(self._place, socket_lane, listener.replace)),

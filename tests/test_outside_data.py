@@ -16,7 +16,7 @@ from tests.cache.conftest import Open, open_tier  # noqa: F401  a fixture
 from tests.cache.disktier import Tier
 from tests.outside.changes import Take
 from tests.outside.disks import changed_root_segment, manifests, segments
-from tests.outside.earlier import names_of_the_arena, saved_states, slot_records
+from tests.outside.earlier import names_of_the_arena, saved_claims, saved_states, slot_records
 from tests.outside.peers import protocol, replies
 from tests.outside.stores import eras, frames_of_the_agent, frames_of_the_daemon, headers
 from tests.storage.disk.builders import Folder
@@ -37,6 +37,7 @@ SOURCES = {
     "frames of the daemon to its agent": Source(frames_of_the_daemon, 1500),
     "manifests": Source(manifests, 1500),
     "saved states": Source(saved_states, 150),
+    "saved claims": Source(saved_claims, 150),
     "slot records": Source(slot_records, 60),
     "names of the arena": Source(names_of_the_arena, 40),
     "frames of clients": Source(protocol(by_client=True), 1000),

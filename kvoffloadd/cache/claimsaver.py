@@ -4,7 +4,8 @@ Each root has the claims in a file, and the arena has them beside the saved name
 each change, so the claims outlive the process, the arena and each root but the last. Of the claims that a start finds
 in several places, those saved last count: others may have ended since.
 
-A claim counts in the epoch in which it was saved: a clear ends it, wherever it was saved.
+A claim counts in the epoch in which it was saved: a clear ends it, wherever it was saved. A root's file is read before
+anything is written there, see `RootLifecycle`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.memory.cache import Cache
@@ -26,6 +28,7 @@ from kvoffloadd.cache.memory.savedclaims import RUN_BYTES, PackedClaims, SavedCl
 from kvoffloadd.cache.memory.savedstate import SavedKeyspace
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ BYTES_PER_S = 4 << 20
 """After a save the next one waits for this time, and until no more than this was written in a second."""
 
 RETRY_S = 10.0
-"""After this time the claims are saved again if some root could not record them."""
+"""After this time the claims are saved again if that failed, or if some root could not record them."""
 
 DISK_BYTES = 32 << 20
 ARENA_BYTES = 2 << 20
@@ -54,21 +57,25 @@ class ClaimSaver:
         self._disk = disk
         self._stuck_s = stuck_s
         self._now = now
-        self._found: SavedClaims | None = None  # the latest that an earlier run has saved, of all that were read
-        self._has_begun = False
         self._run = secrets.token_bytes(RUN_BYTES)
         self._version = 0  # the highest that was saved or read; 0: there were no claims yet
+        self._found: SavedClaims | None = None  # the latest that an earlier run has saved, of all that were read
+        self._made: dict[tuple[bytes, int], Claim] = {}  # restored claims, by namespace and saved number
+        self._has_begun = False
+        self._changing = asyncio.Lock()  # held while claims are restored or packed: half of them must not be saved
         self._is_due = asyncio.Event()  # another save
         self._is_saving = False
         self._writing: dict[Root, asyncio.Event] = {}  # the last write of each root, and whether it has ended
         self._failed: set[Root] = set()  # roots that could not record the claims the last time
+        self._task: asyncio.Task[None] | None = None
         cache.retention.on_change = self._is_due.set
         if disk is not None:
             disk.arrivals.on_claims = self.read
+            disk.arrivals.on_arrival = self._is_due.set
 
     @property
     def is_saved(self) -> bool:
-        """Whether all claims are saved as they are, wherever they can be."""
+        """Whether all claims are saved as they are, in every root that is not off."""
         return not (self._is_due.is_set() or self._is_saving or self._failed)
 
     # --- restoring ---
@@ -80,10 +87,8 @@ class ClaimSaver:
 
     async def read(self, packed: bytes, place: str) -> None:
         """Takes note of what is saved at this place; empty: nothing. `restore` restores the latest claims of earlier
-        runs; those of a root that comes after that, and are later, are restored at once.
+        runs; if those of a root that comes after that are later, they replace what was restored.
         """
-        if self._has_begun:
-            self._is_due.set()  # this root may lack what is saved elsewhere
         saved = read_saved_claims(packed, place)
         if saved is None or saved.run == self._run:
             return
@@ -97,30 +102,37 @@ class ClaimSaver:
     async def restore(self) -> None:
         """Makes the claims again that were saved last, in their epoch, and as far as they are not over."""
         self._has_begun = True
-        saved, counters = self._found, self._cache.retention.counters
-        if saved is None:
-            return
-        before, opened = counters.restored, dict[int, Keyspace]()
+        async with self._changing:
+            if self._found is not None:
+                await self._restore_all(self._found)
+        self._is_due.set()
+
+    async def _restore_all(self, saved: SavedClaims) -> None:
+        retention, claims = self._cache.retention, saved.sound_claims
+        before, opened = retention.counters.restored, dict[int, tuple[Keyspace, int]]()
+        current = set(retention.claims)
+        ended = {place for place, claim in self._made.items() if claim not in current}
+        retention.forget([claim for claim in current if claim.restored])  # of an earlier version
+        named = {group.keyspace for claim in claims if claim.left_at(self._now()) > 0 for group in claim.groups}
         try:
             for keyspace in saved.keyspaces:
-                if (found := self._open(keyspace)) is not None:
-                    opened[keyspace.number] = found
+                if keyspace.number in named and (found := self._open(keyspace)) is not None:
+                    opened[keyspace.number] = found, keyspace.epoch
                 await asyncio.sleep(0)
-            for claim in saved.claims:
-                self._restore(claim, opened)
+            for claim in claims:
+                self._restore(claim, opened, ended)
                 await asyncio.sleep(0)
         finally:
-            for its in opened.values():
+            for its, _ in opened.values():
                 self._cache.close_namespace(its.namespace)
-        self._is_due.set()
         if saved.claims:
-            log.info("%d of %d saved claims are restored", counters.restored - before, len(saved.claims))
+            log.info("%d of %d saved claims are restored", retention.counters.restored - before, len(saved.claims))
 
     @changing
     def _open(self, saved: SavedKeyspace) -> Keyspace | None:
         """Returns the keyspace of a saved one, with its namespace open; None: it can't be one of this run."""
         cache = self._cache
-        if saved.epoch != cache.epochs.of(saved.fingerprint) or not all(saved.part_bytes):
+        if not self._is_current(saved.fingerprint, saved.epoch) or not all(saved.part_bytes):
             return None
         if max(saved.part_bytes) > cache.tier.payload_bytes_max:
             return None
@@ -137,83 +149,115 @@ class ClaimSaver:
         cache.close_namespace(namespace)
         return None
 
+    def _is_current(self, fingerprint: bytes, epoch: int) -> bool:
+        """Returns whether this is the epoch of a namespace, and no merge is under way that ends it."""
+        epochs = self._cache.epochs
+        return epoch == epochs.of(fingerprint) and not epochs.is_rising(fingerprint)
+
     @changing
-    def _restore(self, saved: SavedClaim, opened: Mapping[int, Keyspace]) -> None:
+    def _restore(
+        self, saved: SavedClaim, opened: Mapping[int, tuple[Keyspace, int]], ended: set[tuple[bytes, int]]
+    ) -> None:
         retention, left_s = self._cache.retention, saved.left_at(self._now())
+        found = [(*opened[group.keyspace], group) for group in saved.groups if group.keyspace in opened]
         prompt = [
             (keyspace, group.first, keys_array(group.keys, keyspace.namespace.key_bytes))
-            for group in saved.groups
-            if (keyspace := opened.get(group.keyspace)) is not None and not keyspace.retired
+            for keyspace, epoch, group in found
+            # There may have been a clear since it was opened.
+            if not keyspace.retired and self._is_current(keyspace.namespace.fingerprint, epoch)
         ]
         if not prompt or left_s <= 0 or any(has_duplicates(keys) for _, _, keys in prompt):
             return
         namespace = prompt[0][0].namespace
-        if retention.named(namespace, saved.name) is not None:
-            return  # a claim of this run has taken its place
+        place = (namespace.fingerprint, saved.number)
+        if place in ended or retention.named(namespace, saved.name) is not None:
+            return  # it has ended in this run, or another claim has taken its place
         ends_s = retention.clock() + left_s
         claim = Claim(saved.number, namespace, saved.name, saved.priority, ends_s, hits=saved.hits, restored=True)
         try:
-            retention.restore(claim, prompt)
+            if retention.restore(claim, prompt):
+                self._made[place] = claim
         except KvOffloadError as error:
             log.warning("a claim of %s is not restored: %s", namespace.name, error)
 
     # --- saving ---
 
-    async def run(self) -> None:
-        """Saves the claims whenever they have changed, until cancelled."""
-        while True:
-            roots: Sequence[Root] | None = None
-            try:
-                async with asyncio.timeout(RETRY_S if self._failed else None):
-                    await self._is_due.wait()
-            except TimeoutError:
-                roots = list(self._failed)
-            self._is_due.clear()
-            size_bytes = await self.save(roots)
-            await asyncio.sleep(max(PAUSE_S, size_bytes / BYTES_PER_S))
+    def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """Begins to save claims, in a task of the daemon's that `spawn` runs."""
+        self._task = spawn(self._keep_saved())
 
     async def close(self, deadline_s: float) -> None:
-        """Saves the claims for the last time, `run` having been cancelled. Waits no longer than the deadline."""
+        """Saves the claims for the last time. Waits no longer than the deadline."""
+        if self._task is not None:
+            self._task.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(written.wait() for written in self._writing.values()))
                 await self.save()
+
+    async def _keep_saved(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if self._failed else None):
+                    await self._is_due.wait()
+            try:
+                size_bytes = await self.save(None if self._is_due.is_set() else list(self._failed))
+            except (MemoryError, KvOffloadError) as error:
+                log.warning("claims could not be saved: %s", str(error) or type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+            else:
+                await asyncio.sleep(max(PAUSE_S, size_bytes / BYTES_PER_S))
 
     async def save(self, roots: Sequence[Root] | None = None) -> int:
         """Saves the claims as they are, beside the arena and at these roots (None: at all). Returns the bytes that each
-        root has to write.
+        root has to write. After an exception, another save is due.
         """
-        retention = self._cache.retention
-        if not retention.claims and not self._version:
-            return 0
-        if roots is None:
-            roots = self._disk.roots if self._disk is not None else []
-        self._version = version = max(self._version + 1, int(self._now() * 1e6))
-        self._is_saving, packed = True, PackedClaims()
+        self._is_due.clear()
+        self._is_saving = True
         try:
-            for claim in retention.claims:
-                if claim.is_in_force:
-                    left_s = max(claim.ends_s - retention.clock(), 0.0)
-                    packed.add(claim, retention.prompt_of(claim), retention.hits(claim), left_s, self._now())
-                    await asyncio.sleep(0)
-            self._cache.saved_claims = b"".join(packed.pieces(version, self._run, ARENA_BYTES))
-            self._cache.save_state()
-            pieces = packed.pieces(version, self._run, DISK_BYTES)
-            await asyncio.gather(*(self._record(root, pieces) for root in roots))
+            async with self._changing:
+                pieces = await self._pack()
+            if roots is None:
+                roots = self._disk.roots if self._disk is not None else []
+            if pieces:
+                await asyncio.gather(*(self._record(root, pieces) for root in roots))
+        except BaseException:
+            self._is_due.set()
+            raise
         finally:
             self._is_saving = False
         return sum(map(len, pieces))
 
+    async def _pack(self) -> list[bytes]:
+        """Saves all claims beside the arena, and returns them in pieces for the roots; none if there never were any."""
+        retention, packed = self._cache.retention, PackedClaims()
+        if not retention.claims and not self._version:
+            return []
+        for claim in retention.claims:
+            left_s = max(claim.ends_s - retention.clock(), 0.0)
+            packed.add(claim, retention.prompt_of(claim), retention.hits(claim), left_s, self._now())
+            await asyncio.sleep(0)
+        # In one turn: claims that have ended meanwhile are left out, and all keyspaces are of one moment.
+        packed.settle(retention.claims)
+        self._version = max(self._version + 1, int(self._now() * 1e6))
+        self._cache.saved_claims = b"".join(packed.pieces(self._version, self._run, ARENA_BYTES))
+        self._cache.save_state()
+        return packed.pieces(self._version, self._run, DISK_BYTES)
+
     async def _record(self, root: Root, pieces: Sequence[bytes]) -> None:
-        """Records the claims at a root. If that fails, a later save does it; `read` causes one when a root comes."""
-        if not root.accepted:
+        """Records the claims at a root, unless it is off: when it has come, another save is due. If that fails, it is
+        tried again.
+        """
+        if root.state == RootState.OFF:
             self._failed.discard(root)
             return
-        before, ended = self._writing.get(root), asyncio.Event()
+        before = self._writing.get(root)
+        if before is not None and not before.is_set():  # the root hangs, or is slow
+            self._failed.add(root)
+            return
+        self._writing[root] = ended = asyncio.Event()
         try:
             async with asyncio.timeout(self._stuck_s):
-                if before is not None:  # it goes on even if its task was cancelled
-                    await before.wait()
-                self._writing[root] = ended
                 await root.directory.record_claims(pieces, ended.set)
         except (OSError, MemoryError) as error:
             if root not in self._failed:

@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Try it": ("demo", "bench", "doctor", "plan"),
         "Run it": ("serve", "flags", "config", "completion", "man", "help"),
         "Watch a running daemon": ("status", "top", "verify"),
-        "Change what it holds": ("retained", "retain", "forget", "drain", "clear"),
+        "Change what it holds": ("retained", "retain", "forget", "prefetch", "drain", "clear"),
     }
 )
 """Every command, grouped by purpose as in `--help`."""
@@ -135,14 +135,15 @@ def make_parser() -> CommandLine:
     retained = add("retained", "List what clients want kept for a time, and what it takes.")
     retain = add("retain", "Keep a named prefix for so long, from now on.")
     forget = add("forget", "Keep a named prefix no longer. Its keys stay until they are evicted.")
-    _add_claim_options(retained, retain, forget)
+    prefetch = add("prefetch", "Bring a named prefix from disk and the remote store into memory, before its traffic.")
+    _add_claim_options(retained, retain, forget, prefetch)
 
     drain = add("drain", "Wait until running jobs have ended and all stored payloads have a checksum.")
     drain.add_argument(
         "--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="give up after this time; default: 60"
     )
 
-    for client_command in (status, top, verify, clear, retained, retain, forget, drain):
+    for client_command in (status, top, verify, clear, retained, retain, forget, prefetch, drain):
         client_command.add_argument(
             "--socket",
             type=_absolute,
@@ -302,9 +303,9 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
-def _add_claim_options(retained: Parser, retain: Parser, forget: Parser) -> None:
+def _add_claim_options(retained: Parser, retain: Parser, forget: Parser, prefetch: Parser) -> None:
     retained.add_argument("--json", action="store_true", help="print one JSON object")
-    for command in (retain, forget):
+    for command in (retain, forget, prefetch):
         which = command.add_mutually_exclusive_group(required=True)
         which.add_argument("name", nargs="?", default="", metavar="NAME", help="as `retained` shows it")
         which.add_argument("--number", type=_count, default=0, help="of one claim, in place of a name")

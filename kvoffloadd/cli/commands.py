@@ -327,6 +327,22 @@ def forget(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def prefetch(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.report import ProgressLine
+
+    which, cursor, memory_keys = {"name": arguments.name, "number": arguments.number}, 0, 0
+    with _client(arguments) as daemon, ProgressLine("prefetch", "{:,} keys".format) as line:
+        while True:
+            found, cursor = daemon.prefetch_claims_page(**which, cursor=cursor)
+            memory_keys += found.memory_keys
+            if not cursor:
+                break
+            line.update(cursor - 1, found.keys)
+    whose = _counted(found.claims, "claim")
+    sys.stdout.write(f"{whose}: {memory_keys:,} of {found.keys:,} keys are in memory\n")
+    return EXIT_OK if memory_keys else EXIT_BAD_NEWS
+
+
 def drain(arguments: argparse.Namespace) -> int:
     with _client(arguments) as daemon:
         drained = daemon.drain(deadline_s=arguments.deadline_s, everything=True)

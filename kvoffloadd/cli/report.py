@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -66,13 +66,15 @@ def _format_number(name: str, value: float) -> str:
 class ProgressLine:
     """The progress of a long piece of work, in one line on standard error that disappears at the end.
 
-    Shown only at a terminal, and only if the work lasts. Any thread may call `update`, at any rate.
+    Shown only at a terminal, and only if the work lasts. Any thread may call `update`, at any rate. `unit`: formats an
+    amount of work.
     """
 
     FIRST_S, NEXT_S = 1.0, 0.5
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, unit: Callable[[int], str] = format_bytes) -> None:
         self._label = label
+        self._unit = unit
         self._done = (0, 0)
         self._started_s = time.monotonic()
         self._ended = threading.Event()
@@ -88,9 +90,9 @@ class ProgressLine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def update(self, bytes_done: int, bytes_total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         """Records this amount of work as done."""
-        self._done = (bytes_done, bytes_total)
+        self._done = (done, total)
 
     def _write_lines(self) -> None:
         wait_s = self.FIRST_S
@@ -109,8 +111,8 @@ class ProgressLine:
         done, total = self._done
         if total <= 0:
             return f"{self._label}: {format_seconds(lasted_s)}"
-        speed = format_bytes(int(done / max(lasted_s, 1e-3)))
-        return f"{self._label}: {done / total:.0%} of {format_bytes(total)}, {speed}/s, {format_seconds(lasted_s)}"
+        speed = self._unit(int(done / max(lasted_s, 1e-3)))
+        return f"{self._label}: {done / total:.0%} of {self._unit(total)}, {speed}/s, {format_seconds(lasted_s)}"
 
 
 def config_text(config: Config) -> str:

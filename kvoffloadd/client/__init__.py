@@ -10,7 +10,7 @@ from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError
 from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
 from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved, Retained
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, digest_layers
 from kvoffloadd.protocol.messages import ClaimFigures, KeepHow, NamespaceSpec
 
@@ -38,6 +38,7 @@ __all__ = [
     "Lease",
     "NamespaceSpec",
     "Outcome",
+    "PrefetchedClaims",
     "Ready",
     "Ref",
     "Registration",

@@ -20,7 +20,7 @@ from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved, Retained
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
@@ -171,6 +171,17 @@ class AsyncClient(BaseClient):
     async def forget(self, name: str = "", number: int = 0) -> Retained:
         """See `Client.forget`."""
         return await self._run(self._core.retain(calls.forget(name, number), self._until()))
+
+    async def prefetch_claims(self, name: str = "", number: int = 0, deadline_s: float = 600.0) -> PrefetchedClaims:
+        """See `Client.prefetch_claims`."""
+        return await self._run(self._core.prefetch_claims(name, number, self._until(deadline_s)))
+
+    async def prefetch_claims_page(
+        self, name: str = "", number: int = 0, cursor: int = 0
+    ) -> tuple[PrefetchedClaims, int]:
+        """See `Client.prefetch_claims_page`."""
+        call = calls.prefetch_claims(name, number, cursor)
+        return await self._run(self._core.retain(call, self._until(), "prefetch_claims"))
 
     async def claims(self) -> list[ClaimFigures]:
         """See `Client.claims`."""

@@ -22,7 +22,7 @@ from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
 from kvoffloadd.client.polling import Poll
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved, Retained
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen
 from kvoffloadd.model import Direction, U8Array
@@ -187,6 +187,22 @@ class Client(BaseClient):
         user (root and the daemon's uid: of all users). UsageError: the daemon is too old for this.
         """
         return self._run(self._deadline_s, self._core.claims)
+
+    def prefetch_claims(self, name: str = "", number: int = 0, deadline_s: float = 600.0) -> PrefetchedClaims:
+        """Brings the keys of the claims of this name, or of the claim of this number, into memory, from disk and from
+        the store that hosts share: before the traffic that needs them. Returns when all that can come is there.
+
+        The claims are those that `forget` would end. RemoteError: there are none. UsageError: the daemon is too old for
+        this. DeadlineError: there is more; what has come stays.
+        """
+        return self._run(deadline_s, lambda until: self._core.prefetch_claims(name, number, until))
+
+    def prefetch_claims_page(self, name: str = "", number: int = 0, cursor: int = 0) -> tuple[PrefetchedClaims, int]:
+        """Brings some of the keys that `prefetch_claims` brings, for about a second. Returns what has come to memory,
+        and the cursor for the next call, one more than the number of keys that were come to; 0: those were the last.
+        """
+        call = calls.prefetch_claims(name, number, cursor)
+        return self._run(self._deadline_s, lambda until: self._core.retain(call, until, "prefetch_claims"))
 
     def release(self, lease: int) -> None:
         """Ends a lease. Does nothing if it has ended: with its daemon, with its instance, or by an earlier release."""

@@ -24,7 +24,17 @@ from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpac
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
 from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.memory.timeline import Ready
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved, Retained
+from kvoffloadd.client.results import (
+    Audit,
+    Cleared,
+    Drained,
+    Found,
+    Lease,
+    PrefetchedClaims,
+    Promotion,
+    Reserved,
+    Retained,
+)
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import KvOffloadError, MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
@@ -32,6 +42,9 @@ from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.messages import ClaimFigures, GroupBlocks, GroupKeys, KeepHow, Message, Request
 
 R = TypeVar("R")
+
+PREFETCH_WAIT_S = 1.0
+"""How long one request to prefetch claims waits for keys, before the next one goes on."""
 
 
 class Call(Waitable, Generic[R]):
@@ -324,6 +337,26 @@ def claims(cursor: int) -> Call[tuple[list[ClaimFigures], int]]:
         return reply.claims, reply.cursor
 
     return Call(lambda seq: messages.Claims(seq=seq, cursor=cursor), parse, repeatable=True)
+
+
+def prefetch_claims(name: str, number: int, cursor: int) -> Call[tuple[PrefetchedClaims, int]]:
+    """Has the daemon bring keys of claims, and returns the cursor for the next request; 0: those were the last. Raises
+    UsageError unless there is a name or a number.
+    """
+    which = _claim_name(name), integer(number, "number", IDS_END)
+    if sum(map(bool, which)) != 1:
+        raise UsageError("a prefetch needs the name of claims, or the number of one")
+    start = integer(cursor, "cursor", CURSORS_END)
+
+    def build(seq: int) -> Request:
+        return messages.PrefetchClaims(seq=seq, name=which[0], number=which[1], wait_s=PREFETCH_WAIT_S, cursor=start)
+
+    def parse(reply: messages.PrefetchedClaims, _boot_id: bytes) -> tuple[PrefetchedClaims, int]:
+        if 0 < reply.cursor < cursor:
+            raise MessageError(f"a prefetch from {cursor} on goes on at {reply.cursor}")
+        return PrefetchedClaims(reply.claims, reply.keys, reply.memory_keys), reply.cursor
+
+    return Call(build, parse, repeatable=True)
 
 
 def _retained(reply: messages.Retained, _boot_id: bytes) -> Retained:

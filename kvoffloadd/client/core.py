@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from kvoffloadd.client.dialing import Dialer
 from kvoffloadd.client.events import Event, EventQueue
 from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
-from kvoffloadd.client.results import Cleared, Found, Lease
+from kvoffloadd.client.results import Cleared, Found, Lease, PrefetchedClaims
 from kvoffloadd.client.transport import Poller, Transport
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import (
@@ -182,17 +182,19 @@ class ClientCore:
     def keep(self, groups: Groups, how: KeepHow, first: First, until: float) -> Gen[None]:
         """See `Client.keep`."""
         call = calls.keep(groups, how, first, self.key_bytes)
-        if self._usable() is None:
-            yield from self._connected(until)
-        if "keep" in self._connector.features:
+        if "keep" in (yield from self._features(until)):
             yield from self.call(call, until)
 
-    def retain(self, call: Call[R], until: float) -> Gen[R]:
-        """Sends a request about claims. Raises UsageError if the daemon knows of none."""
+    def _features(self, until: float) -> Gen[frozenset[str]]:
+        """Returns what the daemon that it is connected to can do."""
         if self._usable() is None:
             yield from self._connected(until)
-        if "retain" not in self._connector.features:
-            raise UsageError("this daemon is older, and knows of no claims: nothing was changed")
+        return self._connector.features
+
+    def retain(self, call: Call[R], until: float, feature: str = "retain") -> Gen[R]:
+        """Sends a request about claims. Raises UsageError if the daemon does not know it."""
+        if feature not in (yield from self._features(until)):
+            raise UsageError(f"this daemon is older, and does not know `{feature}`: nothing was changed")
         return (yield from self.call(call, until))
 
     def claims(self, until: float) -> Gen[list[ClaimFigures]]:
@@ -202,6 +204,16 @@ class ClientCore:
             page, cursor = yield from self.retain(calls.claims(cursor), until)
             found += page
         return found
+
+    def prefetch_claims(self, name: str, number: int, until: float) -> Gen[PrefetchedClaims]:
+        """See `Client.prefetch_claims`."""
+        memory_keys = cursor = 0
+        while True:
+            call = calls.prefetch_claims(name, number, cursor)
+            found, cursor = yield from self.retain(call, until, "prefetch_claims")
+            memory_keys += found.memory_keys
+            if not cursor:
+                return replace(found, memory_keys=memory_keys)
 
     def clear(
         self,
@@ -219,11 +231,8 @@ class ClientCore:
             ("clear_namespaces", namespaces, "namespaces by their names"),
             ("clear_user", uid, "the namespaces of a user"),
         ):
-            if wanted is not None:
-                if self._usable() is None:
-                    yield from self._connected(until)
-                if feature not in self._connector.features:
-                    raise UsageError(f"this daemon is older, and can't clear {what}: nothing was cleared")
+            if wanted is not None and feature not in (yield from self._features(until)):
+                raise UsageError(f"this daemon is older, and can't clear {what}: nothing was cleared")
         try:
             return (yield from self.call(call, until))
         except RemoteError as error:

@@ -135,6 +135,17 @@ class Retained:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchedClaims:
+    """Counts claims, the keys that they name, and those of them that were in memory when the prefetch came to them. The
+    others are in no tier, or found no room.
+    """
+
+    claims: int
+    keys: int
+    memory_keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Counts what a drain left: 0 and 0 unless its deadline passed."""
 

@@ -44,6 +44,7 @@ Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
 RETAIN_S_MAX = 30 * 86_400
 RetainSeconds = Annotated[float, msgspec.Meta(gt=0, le=RETAIN_S_MAX)]
 CLAIM_NAME_CHARS_MAX = 128
+PREFETCH_WAIT_S_MAX = 60.0
 ClaimName = Annotated[str, msgspec.Meta(max_length=CLAIM_NAME_CHARS_MAX)]
 
 IPC_HANDLE_BYTES = 64
@@ -362,6 +363,20 @@ class Claims(Request, frozen=True, tag="claims"):
     cursor: Count = 0
 
 
+class PrefetchClaims(Request, frozen=True, tag="prefetch_claims", omit_defaults=True):
+    """Brings the keys of claims into memory, from disk and from the store that hosts share: of the claims of this name,
+    or of the claim of this number, of the same namespaces as `forget`. The reply comes when all that can come is there,
+    or after `wait_s`; then it has a `cursor`, with which the next request goes on. Only to daemons with the feature
+    `prefetch_claims`.
+    """
+
+    reply: ClassVar[str] = "prefetched_claims"
+    name: ClaimName = ""
+    number: Id = 0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=PREFETCH_WAIT_S_MAX)] = 10.0
+    cursor: Count = 0
+
+
 class Release(Request, frozen=True, tag="release"):
     """Ends a lease. Keys under a read lease can be evicted again; reserved slots that no job fills are freed."""
 
@@ -551,6 +566,18 @@ class Claimed(Reply, frozen=True, tag="claimed"):
 
     claims: list[ClaimFigures]
     cursor: Count
+
+
+class PrefetchedClaims(Reply, frozen=True, tag="prefetched_claims"):
+    """Returns the number of claims, and of keys that they name. `memory_keys`: of the keys that this request has come
+    to, those that are in memory now. `cursor`: one more than the number of keys that were come to; 0: these were
+    all.
+    """
+
+    claims: Count
+    keys: Count
+    memory_keys: Count
+    cursor: Count = 0
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):

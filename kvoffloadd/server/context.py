@@ -203,6 +203,7 @@ class Context:
             "memory",
             "keep",
             "retain",
+            "prefetch_claims",
             "clear_token",
             "clear_namespaces",
             "clear_user",

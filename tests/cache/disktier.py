@@ -239,7 +239,7 @@ class Tier:
         else:
             self.cache.save_state()
         await self.claims.restore()
-        self._saving = self._spawn(self.claims.run())
+        self.claims.start(self._spawn)
         return self
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -248,7 +248,6 @@ class Tier:
 
     async def close(self, flush_s: float = 10.0) -> None:
         """Closes the tier in order."""
-        self._saving.cancel()
         await self.claims.close(20.0)
         assert await self.disk.close(flush_s, 20.0)
         await self._end()
@@ -449,7 +448,8 @@ class Tier:
         holds = self.holds + demotion.holds + promotion.holds
         findings = check(self.cache, holds, self.reserved + promotion.reserved) + self.disk.check()
         for root in self.roots:
-            on_disk = bytes_under(root.path)
+            claims = sum(path.stat().st_blocks * 512 for path in root.path.glob("claims*"))  # these come on top
+            on_disk = bytes_under(root.path) - claims
             if on_disk > root.capacity_bytes:
                 findings.append(f"{root.path} has {on_disk} bytes on disk, may have {root.capacity_bytes}")
         if demotion.backlog_bytes < 0:

@@ -45,6 +45,8 @@ CALLS: dict[str, Callable[[Stage], Any]] = {
     "keep": lambda on: on.client.keep(on.groups, "soon"),
     "retain": lambda on: on.client.retain(on.groups, 60.0),
     "forget": lambda on: on.client.forget("a"),
+    "prefetch_claims": lambda on: on.client.prefetch_claims("a", deadline_s=on.deadline_s),
+    "prefetch_claims_page": lambda on: on.client.prefetch_claims_page("a"),
     "claims": lambda on: on.client.claims(),
     "release": lambda on: on.client.release(1),
     "reserve": lambda on: on.client.reserve(on.groups),

@@ -238,6 +238,9 @@ class FakeDaemon:
     def _on_forget(self, peer: FakeSession, message: m.Forget) -> None:
         peer.say(m.Retained(seq=message.seq, claims=1, keys=1))
 
+    def _on_prefetch_claims(self, peer: FakeSession, message: m.PrefetchClaims) -> None:
+        peer.say(m.PrefetchedClaims(seq=message.seq, claims=1, keys=1, memory_keys=1))
+
     def _on_claims(self, peer: FakeSession, message: m.Claims) -> None:
         peer.say(m.Claimed(seq=message.seq, claims=[], cursor=0))
 

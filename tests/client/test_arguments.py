@@ -46,6 +46,8 @@ def right(on: Stage) -> dict[str, dict[str, Any]]:
         "keep": {**found, "how": "soon"},
         "retain": {**found, "seconds": 60.0, "priority": 9, "name": "a", "number": 0},
         "forget": {"name": "a", "number": 0},
+        "prefetch_claims": {"name": "a", "number": 0, "deadline_s": 60.0},
+        "prefetch_claims_page": {"name": "a", "number": 0, "cursor": 0},
         "release": {"lease": 1},
         "reserve": {**found, "parts": [0]},
         "clear": {"everything": False, "namespaces": None, "uid": None, "wait_s": 0.0, "token": bytes(16)},

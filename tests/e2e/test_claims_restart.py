@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome
-from kvoffloadd.testing.wait import until
+from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from tests.e2e.disk import MIB, disk_settings, idle, store_on_disk
+from tests.e2e.disk import MIB, Switch, disk_settings, idle, store_on_disk
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 
 Start = Callable[..., Daemon]
@@ -163,3 +166,96 @@ def test_claims_hold_before_any_engine_comes(start_daemon: Start, tmp_path: Path
         assert 600 < observer.claims()[0].left_s <= 3001
         assert [observer.forget(name).claims for name in ("a", "b")] == [1, 1]
     until(lambda: not daemon.status()["namespaces"], "its namespace is forgotten")
+
+
+def kvoffloadd(daemon: Daemon, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "kvoffloadd", *arguments, "--socket", str(daemon.socket)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_claimed_prompt_is_brought_into_memory_before_its_traffic(
+    start_daemon: Start, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """A restart has lost its memory. No load waits for the disk then."""
+    switch = Switch(tmp_path)
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", DISK_BYTES)), memory="1MiB", faults=f"disk={switch.path}")
+    rank = worker(daemon)
+    keys = new_keys(rng, 40)
+    store_on_disk(daemon, rank, keys)
+    absent = new_keys(rng, 2)
+    rank.client.retain({0: np.concatenate([keys, absent])}, 600, name="agent 7")
+    rank.client.retain({0: absent}, 600, name="absent")
+    saved(daemon)
+    rank = again(daemon, "kill")
+    assert rank.states(keys) == [KeyState.PENDING] * 40
+    found = rank.client.prefetch_claims("agent 7")
+    assert (found.claims, found.keys, found.memory_keys) == (1, 42, 40)
+    switch.set("read=EIO")
+    assert rank.states(keys) == [KeyState.HIT] * 40
+    assert rank.loads_right(keys)
+    assert rank.client.claims()[0].memory_keys == 40
+    assert kvoffloadd(daemon, "prefetch", "agent 7") == (0, "1 claim: 40 of 42 keys are in memory\n")
+    assert kvoffloadd(daemon, "prefetch", "--number", "2") == (1, "1 claim: 0 of 2 keys are in memory\n")
+    code, told = kvoffloadd(daemon, "prefetch", "other")
+    assert code == 4 and "no claim is named 'other'" in told
+
+
+def test_a_prefetch_goes_on_where_it_ended_and_ends_with_its_caller(
+    start_daemon: Start, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The disk is slow. What has come stays."""
+    switch = Switch(tmp_path)
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", DISK_BYTES)), memory="1MiB", faults=f"disk={switch.path}")
+    rank = worker(daemon)
+    keys = new_keys(rng, 40)
+    store_on_disk(daemon, rank, keys)
+    rank.client.retain({0: keys}, 600, name="x")
+    saved(daemon)
+    rank = again(daemon, "kill")
+    switch.set("read_delay_s=0.4")
+    seen, cursor, memory_keys = [], 0, 0
+    while True:
+        found, cursor = rank.client.prefetch_claims_page("x", cursor=cursor)
+        memory_keys += found.memory_keys
+        assert found.keys == 40
+        if not cursor:
+            break
+        seen.append(cursor)
+    assert memory_keys == 40
+    assert seen and seen == sorted(seen) and 1 <= seen[0] <= 41
+    rank.client.forget("x")
+    for _ in range(0, ROOM, 32):
+        rank.store_keys(new_keys(rng, 32))
+    idle(daemon)
+    rank.client.retain({0: keys}, 600, name="x")
+    switch.set("read_delay_s=10")
+    other = worker(daemon)
+    found, cursor = other.client.prefetch_claims_page("x")
+    assert (found.memory_keys, cursor) == (0, 1), "it replies in time, and nothing has come"
+    with pytest.raises(DeadlineError):
+        other.client.prefetch_claims("x", deadline_s=0.5)
+    daemon.guests.remove(other)
+    other.close()
+    until(lambda: not waiting(daemon), "nobody waits for it any more")
+    switch.set()
+
+
+def waiting(daemon: Daemon) -> int:
+    """Requests that wait for others' work."""
+    return sum(account.get("drains", 0) for account in daemon.status()["accounts"].values())
+
+
+def test_without_a_tier_below_a_prefetch_tells_what_memory_has(start_daemon: Start, rng: np.random.Generator) -> None:
+    daemon = start_daemon(memory="1MiB")
+    rank = worker(daemon)
+    keys = new_keys(rng, 6)
+    rank.store_keys(keys[:4])
+    rank.client.retain({0: keys}, 600, name="x")
+    found = rank.client.prefetch_claims(number=1)
+    assert (found.claims, found.keys, found.memory_keys) == (1, 6, 4)
+    for name, number in (("", 0), ("x", 1)):
+        with pytest.raises(UsageError, match="a prefetch needs the name of claims, or the number of one"):
+            rank.client.prefetch_claims(name, number)
+    with pytest.raises(RemoteError, match="no claim is named"):
+        rank.client.prefetch_claims("y")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
 from contextlib import suppress
@@ -11,6 +12,7 @@ import msgpack
 import numpy as np
 import xxhash
 
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.composition import Composition
@@ -66,6 +68,38 @@ def saved_states(rng: Random) -> None:
     with suppress(OverflowError, ValueError):  # what can't be packed can't come
         changed = changed_bytes(rng, names) if rng.random() < 0.2 else msgpack.packb(changed_tree(rng, tree))
         taken_over(cache, changed)
+
+
+def saved_claims(rng: Random) -> None:
+    cache = estate()
+    cache.retention.memory.share = 0.5
+    for keyspace in cache.namespaces[FINGERPRINT].keyspaces.values():
+        for numbers in ((1, 2), (2, 9)):
+            prompt = [(keyspace, 3, keys_of(*numbers))]
+            cache.retention.retain(keyspace.namespace, prompt, priority=5, seconds=60.0, name=f"{numbers}")
+    asyncio.run(ClaimSaver(cache, None, 1.0).save())
+    whole = cache.saved_claims
+    tree = msgpack.unpackb(whole)
+    cache.tier.close()
+    after = make_cache(PAGES, SLAB_PAGES)
+    after.retention.memory.share = 0.5
+    with suppress(OverflowError, ValueError):  # what can't be packed can't come
+        changed = changed_bytes(rng, whole) if rng.random() < 0.2 else msgpack.packb(changed_tree(rng, tree))
+        saver = ClaimSaver(after, None, 1.0)
+        asyncio.run(saver.inherit(changed))
+        asyncio.run(saver.restore())
+        after.retention.expire()
+        assert check(after, 0, 0) + after.namespaces.check() == []
+        asyncio.run(saver.save())
+        again = make_cache(PAGES, SLAB_PAGES)
+        again.retention.memory.share = 0.5
+        heir = ClaimSaver(again, None, 1.0)
+        asyncio.run(heir.inherit(after.saved_claims))
+        asyncio.run(heir.restore())
+        saved, read = ([claim.number for claim in one.retention.claims] for one in (after, again))
+        assert saved == read, "what it saves is read again"
+        again.tier.close()
+    after.tier.close()
 
 
 def slot_records(rng: Random) -> None:

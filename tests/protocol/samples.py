@@ -102,6 +102,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "keep": {"groups": [_KEYS], "how": "drop"},
     "retain": {"groups": [_KEYS], "seconds": 60.0, "priority": 9, "name": "agent"},
     "forget": {"name": "agent"},
+    "prefetch_claims": {"name": "agent", "wait_s": 0.5, "cursor": 3},
+    "prefetched_claims": {"claims": 1, "keys": 4, "memory_keys": 2, "cursor": 4},
     "retained": {"claims": 1, "keys": 2},
     "claimed": {"claims": [_CLAIM], "cursor": 0},
     "release": {"lease": 1},

@@ -33,6 +33,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "keep": {"groups": [], "how": "soon"},
     "retain": {"groups": [], "seconds": 1.0, "name": "a"},
     "forget": {"name": "a"},
+    "prefetch_claims": {"name": "a"},
     "claims": {},
     "release": {"lease": 1},
     "reserve": {"groups": []},

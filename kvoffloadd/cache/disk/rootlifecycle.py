@@ -71,6 +71,7 @@ class RootLifecycle:
     ) -> None:
         self.coming: set[Root] = set()  # roots between step 1 and the end of step 5
         self.on_claims: Callable[[bytes, str], Awaitable[None]] | None = None  # see `ClaimSaver.read`
+        self.on_arrival: Callable[[], object] = lambda: None  # called when a root has come
         self._disk = disk
         self._clears = clears
         self._demotion = demotion
@@ -191,6 +192,7 @@ class RootLifecycle:
                 self._disk.catalog.index.expect(records)
             keys, cleared = await in_turns(self._add_all(found))
             root.health.become(RootState.OK)
+        self.on_arrival()
         self._disk.numbers.changes.notify_all()
         void = f" ({cleared:,} records are of cleared namespaces)" if cleared else ""
         log.info("disk %s: %s keys in %d segments found%s", root.name, f"{keys:,}", len(found), void)
@@ -256,6 +258,7 @@ class RootLifecycle:
             cache.epochs.merge(base, last, by_namespace)
             for namespace in cache.namespaces.values():
                 self._renew(namespace)
+            cache.retention.on_change()  # claims of this run are of the new epochs now
             if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
                 cache.save_state()
         await self._clears.empty(self._clears.begin(None))

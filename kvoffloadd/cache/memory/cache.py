@@ -180,10 +180,11 @@ class Cache:
             keyspace.set_part_bytes(new)
             self.entries.keyspaces.count_pages(keyspace)
             self.admit(keyspace, new.values())
-            self.retention.memory.sizes_changed(keyspace)
         elif filled:
             for lower in self.lower:
                 lower.rename_keyspace(keyspace)
+        if new or filled:
+            self.retention.sizes_changed(keyspace)
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """Makes room in queues and in the tiers below for parts with payload sizes, `known`, that have become known."""

@@ -20,7 +20,7 @@ class Claim:
     num_keys: int = 0
     num_tiers: int = 0  # that keep something of it; 0: it has ended
     hits: int = 0  # of earlier claims of this name
-    restored: bool = False  # an earlier run made it
+    restored: bool = False  # an earlier run made it, and this one has not changed it
 
     @property
     def is_in_force(self) -> bool:

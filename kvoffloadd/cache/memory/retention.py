@@ -17,7 +17,7 @@ from typing import Any
 
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.claim import Claim
-from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.tierclaims import Prompt, TierClaims
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES
@@ -160,6 +160,13 @@ class Retention:
         self._schedule(claim)
         return True
 
+    @changing
+    def sizes_changed(self, keyspace: Keyspace) -> None:
+        """Notes that more is known of a keyspace: the sizes of its parts, or what they are made of."""
+        self.memory.sizes_changed(keyspace)
+        if self.has(keyspace.namespace):
+            self.on_change()
+
     def change_shares(self, memory: float, disk: float) -> None:
         """Sets the shares of memory and of disk that the claims of each user may keep, from now on."""
         self.memory.change_share(memory)
@@ -197,6 +204,7 @@ class Retention:
         """Makes claims end in so many seconds, and changes their priority unless it is None."""
         for claim in claims:
             claim.ends_s = self.clock() + seconds
+            claim.restored = False
             self._schedule(claim)
             if priority is not None and priority != claim.priority:
                 before, claim.priority = claim.rank, priority

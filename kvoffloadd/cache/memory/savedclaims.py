@@ -7,6 +7,7 @@ that no clock that is wrong or was set makes a claim longer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -14,8 +15,8 @@ import msgpack
 import msgspec
 
 from kvoffloadd.cache.memory.claim import Claim
-from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX
 from kvoffloadd.cache.memory.keys import pack
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.savedstate import SavedKeyspace, are_consistent, pack_keyspace
 from kvoffloadd.cache.memory.tierclaims import Prompt
 
@@ -68,64 +69,75 @@ class SavedClaims(msgspec.Struct, frozen=True, array_like=True):
     claims: list[SavedClaim]
 
     @property
-    def fault(self) -> str:
-        """Returns why `PackedClaims` does not pack such claims; empty: it does."""
-        if not are_consistent(self.keyspaces):
-            return "its groups can't be together"
-        widths = {keyspace.number: keyspace.key_bytes for keyspace in self.keyspaces}
-        namespaces = {keyspace.number: keyspace.fingerprint for keyspace in self.keyspaces}
-        keys = 0
-        for claim in self.claims:
-            numbers = [group.keyspace for group in claim.groups]
-            if len(set(numbers)) < len(numbers) or not widths.keys() >= set(numbers):
-                return "a claim names groups that are not there"
-            if len({namespaces[number] for number in numbers}) > 1:
-                return "a claim names keys of several namespaces"
-            if any(len(group.keys) % widths[group.keyspace] for group in claim.groups):
-                return "a claim names keys of another width"
-            keys += sum(len(group.keys) // widths[group.keyspace] for group in claim.groups)
-        numbers = [claim.number for claim in self.claims]
-        if sorted(set(numbers)) != numbers:
-            return "its claims are not in order"
-        return f"it has {keys} keys" if keys > KEYS_MAX else ""
+    def sound_claims(self) -> list[SavedClaim]:
+        """Returns the claims that `PackedClaims` may have packed: of groups that are there, each named once, and of one
+        namespace.
+        """
+        keyspaces = {keyspace.number: keyspace for keyspace in self.keyspaces}
+        return [claim for claim in self.claims if _is_sound(claim, keyspaces)]
+
+
+def _is_sound(claim: SavedClaim, keyspaces: Mapping[int, SavedKeyspace]) -> bool:
+    named = [keyspaces.get(group.keyspace) for group in claim.groups]
+    found = [keyspace for keyspace in named if keyspace is not None]
+    return (
+        len({keyspace.number for keyspace in found}) == len(named)
+        and len({keyspace.fingerprint for keyspace in found}) == 1
+        and all(len(group.keys) % found[0].key_bytes == 0 for group in claim.groups)
+    )
 
 
 @dataclass(slots=True)
 class PackedClaims:
-    """Collects claims, the oldest first, each packed when it is added."""
+    """Collects claims, the oldest first."""
 
+    _claims: list[tuple[Claim, list[Keyspace], bytes]] = field(default_factory=list)
     _keyspaces: dict[int, bytes] = field(default_factory=dict)  # packed, by number
-    _claims: list[tuple[tuple[int, int], list[int], bytes]] = field(default_factory=list)
 
     def add(self, claim: Claim, prompt: Prompt, hits: int, left_s: float, now_s: float) -> None:
-        """Adds a claim of these keys, as far as the sizes of their groups are known. `now_s`: the time, in seconds
-        since 1970.
-        """
-        groups = list[tuple[int, int, bytes]]()
-        for keyspace, first, keys in prompt:
-            if packed := pack_keyspace(keyspace):
-                self._keyspaces[keyspace.id] = packed
-                groups.append((keyspace.id, first, pack(keys, keyspace.namespace.key_bytes)))
+        """Adds a claim of these keys. `now_s`: the time, in seconds since 1970."""
+        groups = [
+            (keyspace.id, first, pack(keys, keyspace.namespace.key_bytes))
+            for keyspace, first, keys in prompt
+            if all(keyspace.part_bytes)
+        ]
+        facts = (claim.number, claim.name, claim.priority, left_s, now_s + left_s, hits, groups)
         if groups:
-            facts = (claim.number, claim.name, claim.priority, left_s, now_s + left_s, hits, groups)
-            self._claims.append((claim.order, [number for number, _, _ in groups], msgpack.packb(facts)))
+            named = [keyspace for keyspace, _, _ in prompt if all(keyspace.part_bytes)]
+            self._claims.append((claim, named, msgpack.packb(facts)))
+
+    def settle(self, current: Iterable[Claim]) -> None:
+        """Leaves out all but these claims, and what names keyspaces that are gone. Packs the keyspaces as they are
+        now.
+        """
+        still = set(current)
+        self._claims = [
+            (claim, keyspaces, packed)
+            for claim, keyspaces, packed in self._claims
+            if claim in still and not any(keyspace.retired for keyspace in keyspaces)
+        ]
+        named = {keyspace.id: keyspace for _, keyspaces, _ in self._claims for keyspace in keyspaces}
+        self._keyspaces = {number: pack_keyspace(keyspace) for number, keyspace in named.items()}
 
     def pieces(self, version: int, run: bytes, bytes_max: int) -> list[bytes]:
-        """Returns the packed claims in pieces, of no more than this many bytes: those that would lapse last."""
-        size, kept, numbers = _HEAD_BYTES, set[tuple[int, int]](), set[int]()
-        for order, named, packed in sorted(self._claims, key=lambda claim: claim[0], reverse=True):
-            more = len(packed) + sum(len(self._keyspaces[number]) for number in set(named) - numbers)
+        """Returns the settled claims packed, in pieces, of no more than this many bytes: those that would lapse
+        last.
+        """
+        size, kept, numbers = _HEAD_BYTES, set[Claim](), set[int]()
+        for claim, keyspaces, packed in sorted(self._claims, key=lambda item: item[0].order, reverse=True):
+            new = {keyspace.id for keyspace in keyspaces} - numbers
+            more = len(packed) + sum(len(self._keyspaces[number]) for number in new)
             if size + more <= bytes_max:
                 size += more
-                kept.add(order)
-                numbers |= set(named)
+                kept.add(claim)
+                numbers |= new
         packer = msgpack.Packer()
         return [
             packer.pack_array_header(4) + packer.pack(version) + packer.pack(run),
             packer.pack_array_header(len(numbers)),
             *(self._keyspaces[number] for number in sorted(numbers)),
             packer.pack_array_header(len(kept)),
-            *(packed for order, _, packed in self._claims if order in kept),
+            *(packed for claim, _, packed in self._claims if claim in kept),
         ]
 
 
@@ -137,7 +149,7 @@ def read_saved_claims(packed: bytes, place: str) -> SavedClaims | None:
         return None
     try:
         saved = msgspec.msgpack.decode(packed, type=SavedClaims)
-        why = saved.fault
+        why = "" if are_consistent(saved.keyspaces) else "its groups can't be together"
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         why = str(error)
     if not why:

@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvoffloadd_config_subparsers=(check show)
-_shtab_kvoffloadd_subparsers=(serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config)
+_shtab_kvoffloadd_subparsers=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)
 
 _shtab_kvoffloadd_serve_option_strings=(-h --help --config --socket --memory --policy --disk --set --faults)
 _shtab_kvoffloadd_status_option_strings=(-h --help --all --json --socket)
@@ -16,6 +16,7 @@ _shtab_kvoffloadd_clear_option_strings=(-h --help --namespace --user --yes --soc
 _shtab_kvoffloadd_retained_option_strings=(-h --help --json --socket)
 _shtab_kvoffloadd_retain_option_strings=(-h --help --number --for --priority --socket)
 _shtab_kvoffloadd_forget_option_strings=(-h --help --number --socket)
+_shtab_kvoffloadd_prefetch_option_strings=(-h --help --number --socket)
 _shtab_kvoffloadd_drain_option_strings=(-h --help --deadline-s --socket)
 _shtab_kvoffloadd_doctor_option_strings=(-h --help --config --socket --memory --policy --disk --set --json)
 _shtab_kvoffloadd_demo_option_strings=(-h --help --turns --seconds --memory --seed --json)
@@ -41,6 +42,7 @@ _shtab_kvoffloadd_clear___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_retained___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_retain___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_forget___socket_COMPGEN=_shtab_compgen_files
+_shtab_kvoffloadd_prefetch___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_drain___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_doctor___config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_doctor___socket_COMPGEN=_shtab_compgen_files
@@ -58,7 +60,7 @@ _shtab_kvoffloadd_flags_pos_0_choices=(vllm sglang)
 _shtab_kvoffloadd_completion_pos_0_choices=(bash zsh tcsh fish)
 _shtab_kvoffloadd_plan___engine_choices=(any vllm sglang)
 _shtab_kvoffloadd_config_pos_0_choices=(check show)
-_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config)
+_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)
 
 _shtab_kvoffloadd_serve__h_nargs=0
 _shtab_kvoffloadd_serve___help_nargs=0
@@ -87,6 +89,8 @@ _shtab_kvoffloadd_retain__h_nargs=0
 _shtab_kvoffloadd_retain___help_nargs=0
 _shtab_kvoffloadd_forget__h_nargs=0
 _shtab_kvoffloadd_forget___help_nargs=0
+_shtab_kvoffloadd_prefetch__h_nargs=0
+_shtab_kvoffloadd_prefetch___help_nargs=0
 _shtab_kvoffloadd_drain__h_nargs=0
 _shtab_kvoffloadd_drain___help_nargs=0
 _shtab_kvoffloadd_doctor__h_nargs=0

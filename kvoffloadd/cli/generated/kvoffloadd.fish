@@ -50,7 +50,7 @@ function _shtab_kvoffloadd_using
   test "$_shtab_kvoffloadd_cmdpath" = "$argv"
 end
 
-set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config 'config check' 'config show'
+set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config 'config check' 'config show'
 set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns --user
 
 complete -c kvoffloadd -e
@@ -107,6 +107,10 @@ complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -s h -l help -d 'show this help message and exit'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -l number -x -d 'of one claim, in place of a name'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a prefetch -d 'Bring a named prefix from disk and the remote store into memory, before its traffic.'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using prefetch' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using prefetch' -l number -x -d 'of one claim, in place of a name'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using prefetch' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a drain -d 'Wait until running jobs have ended and all stored payloads have a checksum.'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using drain' -s h -l help -d 'show this help message and exit'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using drain' -l deadline-s -x -d 'give up after this time; default: 60'

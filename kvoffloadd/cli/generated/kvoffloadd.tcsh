@@ -28,7 +28,7 @@ complete kvoffloadd \
         'n/--model-config/f/' \
         'n/--engine/(any vllm sglang)/' \
         'n/--trace/f/' \
-        'p/1/(serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config)/' \
+        'p/1/(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)/' \
         'n/flags/(vllm sglang)/' \
         'n/completion/(bash zsh tcsh fish)/' \
         'n/config/(check show)/' \

@@ -22,6 +22,7 @@ _shtab_kvoffloadd_commands() {
     help:'Show this help, or that of a command.'
     man:'Print the manual page: kvoffloadd man | man -l -'
     plan:'Compute the size of a model'"'"'s KV cache, and how much of it the daemon can hold.'
+    prefetch:'Bring a named prefix from disk and the remote store into memory, before its traffic.'
     retain:'Keep a named prefix for so long, from now on.'
     retained:'List what clients want kept for a time, and what it takes.'
     serve:'Run the daemon in the foreground.'
@@ -199,6 +200,16 @@ _shtab_kvoffloadd_plan_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvoffloadd_plan_defaults_added=0
 
+_shtab_kvoffloadd_prefetch_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--number[of one claim, in place of a name]:number:"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
+  ":as \`retained\` shows it:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_prefetch_defaults_added=0
+
 _shtab_kvoffloadd_retain_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--number[of one claim, in place of a name]:number:"
@@ -301,6 +312,7 @@ _shtab_kvoffloadd() {
         help) _arguments -C -s $_shtab_kvoffloadd_help_options ;;
         man) _arguments -C -s $_shtab_kvoffloadd_man_options ;;
         plan) _arguments -C -s $_shtab_kvoffloadd_plan_options ;;
+        prefetch) _arguments -C -s $_shtab_kvoffloadd_prefetch_options ;;
         retain) _arguments -C -s $_shtab_kvoffloadd_retain_options ;;
         retained) _arguments -C -s $_shtab_kvoffloadd_retained_options ;;
         serve) _arguments -C -s $_shtab_kvoffloadd_serve_options ;;

@@ -37,6 +37,17 @@ class SessionClaims:
     uid: int | None
     role: str
 
+    def answer(
+        self,
+        message: m.Retain | m.Forget | m.Claims,
+        keys_of: Callable[[list[m.GroupKeys]], list[tuple[Keyspace, int, U64Array]]],
+        space: Callable[[int], Keyspace],
+    ) -> m.Reply | Steps[m.Reply]:
+        """Carries out a request. `keys_of`: returns the keys that a message names; `space`: see `retain`."""
+        if isinstance(message, m.Retain):
+            return self.retain(message, keys_of(message.groups) if message.groups else [], space)
+        return self.forget(message) if isinstance(message, m.Forget) else self.listing(message)
+
     def retain(
         self, message: m.Retain, groups: Sequence[tuple[Keyspace, int, U64Array]], space: Callable[[int], Keyspace]
     ) -> Steps[m.Reply]:
@@ -70,7 +81,7 @@ class SessionClaims:
         return _told(message.seq, [] if claim is None else [claim])
 
     def _extend(self, message: m.Retain) -> m.Reply:
-        claims = self._named(message.name, message.number)
+        claims = self.named(message.name, message.number)
         self.retention.extend(claims, message.seconds, message.priority)
         return _told(message.seq, claims)
 
@@ -78,7 +89,7 @@ class SessionClaims:
         """Ends claims. Raises UnknownNameError if there are none of this name or number, MessageError if the request
         has neither.
         """
-        claims = self._named(message.name, message.number)
+        claims = self.named(message.name, message.number)
         reply = _told(message.seq, claims)
         self.retention.forget(claims)
         return reply
@@ -103,7 +114,8 @@ class SessionClaims:
             if claim.number >= first and self._owns(claim):
                 yield claim
 
-    def _named(self, name: str, number: int) -> list[Claim]:
+    def named(self, name: str, number: int) -> list[Claim]:
+        """Returns the claims of this name, or the claim of this number. Raises as `forget`."""
         if bool(name) == bool(number):
             raise MessageError("the request names neither keys nor claims, or claims by a name and a number")
         claims = [

@@ -42,6 +42,7 @@ from kvoffloadd.server.peers.instance import Instance
 from kvoffloadd.server.peers.outbox import Outbox
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.subscription import Subscription
+from kvoffloadd.server.session.claimprefetch import prefetch_claims
 from kvoffloadd.server.session.claims import SessionClaims
 from kvoffloadd.server.session.drains import drain
 from kvoffloadd.server.session.jobs import SessionJobs
@@ -236,14 +237,12 @@ class Session:
         self._context.cache.keep(named, soon=message.how == "soon")
         return m.Done(seq=message.seq)
 
-    def _retain(self, message: m.Retain) -> Steps[m.Reply]:
-        return self._own_claims().retain(message, self._keys_of(message.groups) if message.groups else [], self._space)
+    def _claim(self, message: m.Retain | m.Forget | m.Claims) -> Answer:
+        return self._own_claims().answer(message, self._keys_of, self._space)
 
-    def _forget(self, message: m.Forget) -> m.Reply:
-        return self._own_claims().forget(message)
-
-    def _claims_of(self, message: m.Claims) -> Steps[m.Reply]:
-        return self._own_claims().listing(message)
+    def _prefetch_claims(self, message: m.PrefetchClaims) -> Later:
+        claims, flow = self._own_claims().named(message.name, message.number), self._own_instance().flow
+        return prefetch_claims(message, claims, self._context, self._account, flow)
 
     def _own_claims(self) -> SessionClaims:
         retention, uid = self._context.cache.retention, None if self.privileged else self.peer.uid
@@ -449,9 +448,9 @@ class Session:
         m.Prefetch: _prefetch,
         m.Touch: _touch,
         m.Keep: _keep,
-        m.Retain: _retain,
-        m.Forget: _forget,
-        m.Claims: _claims_of,
+        m.Retain: _claim,
+        m.Forget: _claim,
+        m.Claims: _claim,
         m.Release: _release,
         m.Reserve: _reserve,
         m.Store: _store,
@@ -467,6 +466,7 @@ class Session:
         m.Unregister: _unregister,
         m.Clear: _clear,
         m.Drain: _drain,
+        m.PrefetchClaims: _prefetch_claims,
         m.Verify: _verify,
         m.Bye: _bye,
     }
