@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,7 +174,11 @@ def test_reads_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, lo
     assert disk(daemon)["roots"][0]["reason"]
     assert rank.store_keys(lots[10]).outcome is Outcome.DONE
     assert rank.loads_right(lots[10])
-    until(lambda: rank.states(lots[1]) == [MISS] * 60, "its keys are misses")
+    try:
+        until(lambda: set(rank.states(lots[1])) == {MISS}, "its keys are misses")
+    except TimeoutError as error:  # seen once, on a busy machine
+        states = Counter(KeyState(state).name for state in rank.states(lots[1]))
+        raise AssertionError(f"{error}: {states}\n{disk(daemon)}\n{daemon.tail()}") from None
     switch.set()
     until(lambda: root_state(daemon) == "ok", "the root is back")
     for keys in lots[:10]:
