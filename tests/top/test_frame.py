@@ -91,3 +91,12 @@ def test_without_a_disk() -> None:
     shown = figures(history)
     assert [tier["tier"] for tier in shown["tiers"]] == ["memory"]
     assert (shown["roots"], shown["backlog_bytes"], shown["throughput"]["promote"]["bytes_per_s"]) == ([], 0, 0)
+
+
+def test_what_is_claimed_of_each_tier_and_nothing_from_an_older_daemon() -> None:
+    claims = {"memory_bytes": 5, "disk_bytes": 7}
+    assert [tier["claimed_bytes"] for tier in figures(later(retention=claims))["tiers"]] == [5, 7]
+    bare = {name: value for name, value in status().items() if name != "retention"}
+    history = History()
+    history.add(0.0, bare)
+    assert [tier["claimed_bytes"] for tier in figures(history)["tiers"]] == [0, 0]

@@ -134,3 +134,24 @@ def test_a_spark_shows_the_newest_on_the_right() -> None:
     text = "".join(segment.text for segment in cells(Spark([0, 1, 2, 4, 8], "red", 8.0), 4))
     assert text == "▁▂▄█"
     assert re.fullmatch("▁{8}", "".join(segment.text for segment in cells(Spark([], "red", 0.0), 8)))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_what_is_claimed_is_shown_if_anything_is(width: int) -> None:
+    claims = {"memory_bytes": 12 << 30, "disk_bytes": 0}
+    lines = [line for line in picture(width, retention=claims) if "claimed" in line]
+    assert len(lines) == 1
+    assert "memory" in lines[0] and "12 GiB claimed" in words(lines)
+    assert "claimed" not in words(picture(width, retention={"memory_bytes": 0, "disk_bytes": 0}))
+
+
+def test_the_bar_tells_what_is_claimed_from_the_rest() -> None:
+    """More than is used never is: both were counted at different moments."""
+    colours = {
+        claimed: set(re.findall(r"\[48;[\d;]+m", line))
+        for claimed in (0, 12 << 30, 200 << 30)
+        for line in picture(200, colours=True, retention={"memory_bytes": claimed, "disk_bytes": 0})
+        if "claimed" in line or (not claimed and "1.23" in line)
+    }
+    assert len(colours[12 << 30]) == len(colours[0]) + 1
+    assert len(colours[200 << 30]) == len(colours[0])

@@ -128,16 +128,23 @@ def _moved(status: Status, direction: str) -> tuple[int, int]:
 
 
 def _tiers(status: Status) -> list[Figures]:
-    memory, disk = status["memory"], status.get("disk")
-    tiers = [_tier("memory", memory["used_bytes"], memory["capacity_bytes"], status["cache"]["keys"])]
+    memory, disk, claims = status["memory"], status.get("disk"), status.get("retention", {})
+    claimed = claims.get("memory_bytes", 0)
+    tiers = [_tier("memory", memory["used_bytes"], memory["capacity_bytes"], status["cache"]["keys"], claimed)]
     if disk:
         used, capacity = (sum(root[f"{what}_bytes"] for root in disk["roots"]) for what in ("used", "capacity"))
-        tiers.append(_tier("disk", used, capacity, disk["keys"]))
+        tiers.append(_tier("disk", used, capacity, disk["keys"], claims.get("disk_bytes", 0)))
     return tiers
 
 
-def _tier(name: str, used_bytes: int, capacity_bytes: int, keys: int) -> Figures:
-    return {"tier": name, "used_bytes": used_bytes, "capacity_bytes": capacity_bytes, "keys": keys}
+def _tier(name: str, used_bytes: int, capacity_bytes: int, keys: int, claimed_bytes: int) -> Figures:
+    return {
+        "tier": name,
+        "used_bytes": used_bytes,
+        "capacity_bytes": capacity_bytes,
+        "keys": keys,
+        "claimed_bytes": claimed_bytes,
+    }
 
 
 def _counts_since(status: Status, since: Status | None) -> Figures:

@@ -46,6 +46,7 @@ OUTCOMES = {
     "failed_verification": ("failed check", "red3"),
     "never_stored": ("never stored", "grey42"),
 }
+CLAIMED = "gold3"
 STATES = {"ok": GOOD, "full": FAIR, "read-only": FAIR, "off": BAD}
 REMOTE_STATES = {"ok": GOOD, "starting": FAIR, "open": FAIR, "stuck": BAD, "closed": BAD}
 LAG_FAIR_S, LAG_BAD_S = 0.02, 0.1
@@ -158,12 +159,18 @@ def _tiers(figures: Figures) -> RenderableType:
     table = _grid({"style": "bold"}, _BAR, _RIGHT, _RIGHT, _RIGHT)
     for tier in figures["tiers"]:
         share = _share(tier["used_bytes"], tier["capacity_bytes"])
+        claimed = min(_share(tier["claimed_bytes"], tier["capacity_bytes"]), share)
+        colour = "steel_blue1" if tier["tier"] == "memory" else "deep_sky_blue4"
+        keys = Text.assemble(_count(tier["keys"]), (" keys", QUIET))
+        if tier["claimed_bytes"]:
+            keys.append(f"  {format_bytes(tier['claimed_bytes'])}", CLAIMED)
+            keys.append(" claimed", QUIET)
         table.add_row(
             tier["tier"],
-            Bar([(share, "steel_blue1" if tier["tier"] == "memory" else "deep_sky_blue4")]),
+            Bar([(claimed, CLAIMED), (share - claimed, colour)]),
             f"{100 * share:.0f} %",
             Text.assemble(format_bytes(tier["used_bytes"]), (" of ", QUIET), format_bytes(tier["capacity_bytes"])),
-            Text.assemble(_count(tier["keys"]), (" keys", QUIET)),
+            keys,
         )
     return _section("tiers", table)
 
