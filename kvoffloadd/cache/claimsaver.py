@@ -164,7 +164,7 @@ class ClaimSaver:
             (keyspace, group.first, keys_array(group.keys, keyspace.namespace.key_bytes))
             for keyspace, epoch, group in found
             # There may have been a clear since it was opened.
-            if not keyspace.retired and self._is_current(keyspace.namespace.fingerprint, epoch)
+            if self._is_current(keyspace.namespace.fingerprint, epoch)
         ]
         if not prompt or left_s <= 0 or any(has_duplicates(keys) for _, _, keys in prompt):
             return

@@ -114,6 +114,15 @@ def retain_in_256_groups(scene: Scene) -> Iterator[None]:
     peer.ok("forget", name="b")
 
 
+@asks("prefetch_claims", "16,384 keys in 256 groups")
+def prefetch_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    peer.ok("retain", groups=shares(packed), seconds=60.0, name="c")
+    yield
+    peer.ok("prefetch_claims", name="c")
+    peer.ok("forget", name="c")
+
+
 @asks("retain", "16 claims of the same 16,384 keys, and the next one, for which the first lapses")
 def large_claims(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
@@ -504,7 +513,8 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
 
 CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
-    touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups, large_claims,
+    touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups,
+    prefetch_in_256_groups, large_claims,
     many_claims, claims_end, reserve_and_release, store_and_load, store_and_load_of_160_layers,
     jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
     jobs_of_256_groups, reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
