@@ -27,6 +27,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.savedclaims import RUN_BYTES, PackedClaims, SavedClaim, SavedClaims, read_saved_claims
 from kvoffloadd.cache.memory.savedstate import SavedKeyspace
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.scheduling.lanes import CancelledWork
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
@@ -259,7 +260,7 @@ class ClaimSaver:
         try:
             async with asyncio.timeout(self._stuck_s):
                 await root.directory.record_claims(pieces, ended.set)
-        except (OSError, MemoryError) as error:
+        except (OSError, KvOffloadError, CancelledWork, MemoryError) as error:
             if root not in self._failed:
                 why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
                 log.warning("disk %s: claims could not be recorded: %s", root.name, why)
