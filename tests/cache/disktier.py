@@ -26,6 +26,7 @@ from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.config import DiskConfig, DiskRoot
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.disk.claimsfile import CLAIMS_NAME
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
@@ -448,8 +449,7 @@ class Tier:
         holds = self.holds + demotion.holds + promotion.holds
         findings = check(self.cache, holds, self.reserved + promotion.reserved) + self.disk.check()
         for root in self.roots:
-            claims = sum(path.stat().st_blocks * 512 for path in root.path.glob("claims*"))  # these come on top
-            on_disk = bytes_under(root.path) - claims
+            on_disk = bytes_under(root.path)
             if on_disk > root.capacity_bytes:
                 findings.append(f"{root.path} has {on_disk} bytes on disk, may have {root.capacity_bytes}")
         if demotion.backlog_bytes < 0:
@@ -472,9 +472,13 @@ def flip_byte(path: Path, offset: int) -> None:
 
 
 def bytes_under(folder: Path) -> int:
-    """Bytes of all files, as their lengths and as the blocks behind them, whichever is more."""
+    """Bytes of all files, as their lengths and as the blocks behind them, whichever is more. Saved claims come on
+    top, and are left out.
+    """
     total = 0
     for path in [folder, *folder.rglob("*")]:
+        if path.stem == CLAIMS_NAME:
+            continue
         try:
             found = path.stat()
         except FileNotFoundError:

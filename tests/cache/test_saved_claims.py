@@ -615,6 +615,22 @@ async def test_no_half_of_the_restored_claims_is_saved(open_tier: Open, tmp_path
     assert sizes == {200}
 
 
+async def test_a_save_amid_a_restore_waits_for_it() -> None:
+    """Some client makes a claim meanwhile."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    cache.retention.memory.share = 0.5
+    saver = ClaimSaver(cache, None, stuck_s=1.0)
+    claims = [claim_facts(number=number, name=f"{number}") for number in range(1, 9)]
+    await saver.read(packed(claims=claims), "memory")
+    restoring, begun = asyncio.create_task(saver.restore()), asyncio.Event()
+    cache.retention.wake = partial(_begin, begun)
+    await begun.wait()
+    assert 0 < len(cache.retention.claims) < 8
+    await saver.save()
+    assert len(told(await restored(cache.saved_claims, make_cache(PAGES, SLAB_PAGES)))) == 8
+    await restoring
+
+
 async def test_a_root_that_hangs_delays_no_other(open_tier: Open, tmp_path: Path) -> None:
     """One save waits for it, until it is known to hang."""
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -936,4 +952,5 @@ async def test_a_clear_between_two_steps_of_a_restore_ends_what_is_restored() ->
         pass
     await restoring
     assert told(cache) == {}
-    assert not cache.namespaces, "nothing keeps it"
+    cache.retention.expire()
+    assert cache.namespaces.find(A) is None, "nothing keeps it"

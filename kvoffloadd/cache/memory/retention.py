@@ -220,8 +220,7 @@ class Retention:
     def clear(self, namespace: Namespace, *, restored_only: bool = False) -> None:
         """Ends all claims of a namespace, since its keys are cleared; or those that an earlier run made."""
         claims = self._by_namespace.get(namespace, {}).values()
-        if over := [claim for claim in claims if claim.restored or not restored_only]:
-            self._end(over)
+        self._end([claim for claim in claims if claim.restored or not restored_only])
 
     @changing
     def expire(self) -> float | None:
@@ -252,9 +251,11 @@ class Retention:
 
     def _end(self, claims: Iterable[Claim]) -> None:
         """Ends claims at once. The tiers let go what they keep of them within the next turns."""
-        for claim in list(claims):
+        ending = list(claims)
+        for claim in ending:
             self._leave(claim)
-        self.wake(self.clock())
+        if ending:
+            self.wake(self.clock())
 
     def _leave(self, claim: Claim) -> None:
         self._ended.append(claim)
