@@ -26,7 +26,10 @@ def write(
 ) -> None:
     """`end`: lines by title, below everything else. `decides`: the figures are a GPU's, and mean something."""
     rows = [row for ended in parts for row in ended.rows()]
-    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    results = folder / "results.jsonl"
+    unfinished = results.with_suffix(".new")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    unfinished.replace(results)  # in one step: whoever kills the check finds all of it
     cases: list[dict[str, Any]] = next(
         (ended.figures["cases"] for ended in parts if ended.part.name == "copy" and ended.figures), []
     )
