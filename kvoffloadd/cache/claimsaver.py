@@ -34,9 +34,11 @@ from kvoffloadd.storage.disk.root import Root
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 0.1
+PAUSE_S = 1.0
 BYTES_PER_S = 4 << 20
-"""After a save the next one waits for this time, and until no more than this was written in a second."""
+"""After a save the next one waits for this time, and until no more than this was written in a second: engines may make
+claims all the time, and each save syncs a file on every root.
+"""
 
 RETRY_S = 10.0
 """After this time the claims are saved again if that failed, or if some root could not record them."""

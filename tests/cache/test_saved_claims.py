@@ -62,6 +62,12 @@ async def two_claims(tier: Tier) -> Keyspace:
     return keyspace
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves follow one another at once."""
+    monkeypatch.setattr(claimsaver, "PAUSE_S", 0.01)
+
+
 # --- they are kept --------------------------------------------------------------------------------
 
 
@@ -379,7 +385,6 @@ async def test_while_a_root_hangs_no_more_than_one_write_waits_there(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claimsaver, "RETRY_S", 0.01)
-    monkeypatch.setattr(claimsaver, "PAUSE_S", 0.01)
     tier = await open_tier(Shape(**{**vars(BIG), "stuck_s": 0.2}))
     keyspace = tier.keyspace()
     tier.files.plant("rename_delay_s=30")
