@@ -213,7 +213,7 @@ def _switches(faults: str) -> tuple[dict[str, Path], str]:
 
 def _longest_stop_s(config: Config) -> float:
     """Returns the longest time that the drain and `_close` may take."""
-    return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
+    return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 11 * CLOSE_S
 
 
 def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:

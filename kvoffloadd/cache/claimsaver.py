@@ -34,6 +34,8 @@ from kvoffloadd.storage.disk.root import Root
 
 log = logging.getLogger(__name__)
 
+Place = tuple[bytes, int, str]
+
 PAUSE_S = 1.0
 BYTES_PER_S = 4 << 20
 """After a save the next one waits for this time, and until no more than this was written in a second: engines may make
@@ -63,11 +65,13 @@ class ClaimSaver:
         self._run = secrets.token_bytes(RUN_BYTES)
         self._version = 0  # the highest that was saved or read; 0: there were no claims yet
         self._found: SavedClaims | None = None  # the latest that an earlier run has saved, of all that were read
-        self._made: dict[tuple[bytes, int], Claim] = {}  # restored claims, by namespace and saved number
+        # Restored claims, by namespace, saved number and name: runs without a root in common give equal numbers.
+        self._made: dict[Place, Claim] = {}
         self._has_begun = False
         self._changing = asyncio.Lock()  # held while claims are restored or packed: half of them must not be saved
         self._is_due = asyncio.Event()  # another save
-        self._is_saving = False
+        self._is_saving = self._is_closing = False
+        self._is_whole = True  # nothing was left out of the last save
         self._writing: dict[Root, asyncio.Event] = {}  # the last write of each root, and whether it has ended
         self._failed: set[Root] = set()  # roots that could not record the claims the last time
         self._task: asyncio.Task[None] | None = None
@@ -78,8 +82,8 @@ class ClaimSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether all claims are saved as they are, in every root that is not off."""
-        return not (self._is_due.is_set() or self._is_saving or self._failed)
+        """Whether all claims are saved as they are, in every root that is not off; without roots, beside the arena."""
+        return self._is_whole and not (self._is_due.is_set() or self._is_saving or self._failed)
 
     # --- restoring ---
 
@@ -114,7 +118,7 @@ class ClaimSaver:
         retention, claims = self._cache.retention, saved.sound_claims
         before, opened = retention.counters.restored, dict[int, tuple[Keyspace, int]]()
         current = set(retention.claims)
-        ended = {place for place, claim in self._made.items() if claim not in current}
+        settled = {place for place, claim in self._made.items() if claim not in current or not claim.restored}
         retention.forget([claim for claim in current if claim.restored])  # of an earlier version
         named = {group.keyspace for claim in claims if claim.left_at(self._now()) > 0 for group in claim.groups}
         try:
@@ -123,7 +127,7 @@ class ClaimSaver:
                     opened[keyspace.number] = found, keyspace.epoch
                 await asyncio.sleep(0)
             for claim in claims:
-                self._restore(claim, opened, ended)
+                self._restore(claim, opened, settled)
                 await asyncio.sleep(0)
         finally:
             for its, _ in opened.values():
@@ -158,9 +162,7 @@ class ClaimSaver:
         return epoch == epochs.of(fingerprint) and not epochs.is_rising(fingerprint)
 
     @changing
-    def _restore(
-        self, saved: SavedClaim, opened: Mapping[int, tuple[Keyspace, int]], ended: set[tuple[bytes, int]]
-    ) -> None:
+    def _restore(self, saved: SavedClaim, opened: Mapping[int, tuple[Keyspace, int]], settled: set[Place]) -> None:
         retention, left_s = self._cache.retention, saved.left_at(self._now())
         found = [(*opened[group.keyspace], group) for group in saved.groups if group.keyspace in opened]
         prompt = [
@@ -172,9 +174,9 @@ class ClaimSaver:
         if not prompt or left_s <= 0 or any(has_duplicates(keys) for _, _, keys in prompt):
             return
         namespace = prompt[0][0].namespace
-        place = (namespace.fingerprint, saved.number)
-        if place in ended or retention.named(namespace, saved.name) is not None:
-            return  # it has ended in this run, or another claim has taken its place
+        place = (namespace.fingerprint, saved.number, saved.name)
+        if place in settled or retention.named(namespace, saved.name) is not None:
+            return  # this run has ended or changed it, or another claim has taken its place
         ends_s = retention.clock() + left_s
         claim = Claim(saved.number, namespace, saved.name, saved.priority, ends_s, hits=saved.hits, restored=True)
         try:
@@ -190,13 +192,15 @@ class ClaimSaver:
         self._task = spawn(self._keep_saved())
 
     async def close(self, deadline_s: float) -> None:
-        """Saves the claims for the last time. Waits no longer than the deadline."""
+        """Saves the claims for the last time. Waits no longer than the deadline, if some root does not answer."""
         if self._task is not None:
             self._task.cancel()
-        with suppress(TimeoutError):
+        self._is_closing = True
+        try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.gather(*(written.wait() for written in self._writing.values()))
                 await self.save()
+        except (TimeoutError, MemoryError, KvOffloadError) as error:
+            log.warning("the last claims could not be saved everywhere: %s", str(error) or type(error).__name__)
 
     async def _keep_saved(self) -> None:
         while True:
@@ -243,9 +247,15 @@ class ClaimSaver:
         # In one turn: claims that have ended meanwhile are left out, and all keyspaces are of one moment.
         packed.settle(retention.claims)
         self._version = max(self._version + 1, int(self._now() * 1e6))
-        self._cache.saved_claims = b"".join(packed.pieces(self._version, self._run, ARENA_BYTES))
+        for_arena, is_whole = packed.pieces(self._version, self._run, ARENA_BYTES)
+        self._cache.saved_claims = b"".join(for_arena)
         self._cache.save_state()
-        return packed.pieces(self._version, self._run, DISK_BYTES)
+        if self._disk is not None:
+            pieces, is_whole = packed.pieces(self._version, self._run, DISK_BYTES)
+        else:
+            pieces = for_arena
+        self._is_whole = is_whole
+        return pieces
 
     async def _record(self, root: Root, pieces: Sequence[bytes]) -> None:
         """Records the claims at a root, unless it is off: when it has come, another save is due. If that fails, it is
@@ -254,13 +264,16 @@ class ClaimSaver:
         if root.state == RootState.OFF:
             self._failed.discard(root)
             return
-        before = self._writing.get(root)
-        if before is not None and not before.is_set():  # the root hangs, or is slow
+        before, ended = self._writing.get(root), asyncio.Event()
+        is_busy = before is not None and not before.is_set()  # it hangs, is slow, or `close` has cancelled the caller
+        if is_busy and not self._is_closing:
             self._failed.add(root)
             return
-        self._writing[root] = ended = asyncio.Event()
         try:
             async with asyncio.timeout(self._stuck_s):
+                if before is not None:
+                    await before.wait()
+                self._writing[root] = ended
                 await root.directory.record_claims(pieces, ended.set)
         except (OSError, KvOffloadError, CancelledWork, MemoryError) as error:
             if root not in self._failed:

@@ -364,16 +364,16 @@ class Claims(Request, frozen=True, tag="claims"):
 
 
 class PrefetchClaims(Request, frozen=True, tag="prefetch_claims", omit_defaults=True):
-    """Brings the keys of claims into memory, from disk and from the store that hosts share: of the claims of this name,
-    or of the claim of this number, of the same namespaces as `forget`. The reply comes when all that can come is there,
-    or after `wait_s`; then it has a `cursor`, with which the next request goes on. Only to daemons with the feature
-    `prefetch_claims`.
+    """Brings the keys of claims into memory, from disk and from the store that hosts share, as far as memory keeps
+    them: of the claims of this name, or of the claim of this number, of the same namespaces as `forget`. The reply
+    comes when all that can come is there, or after `wait_s`; then it has a `cursor`, with which the next request
+    goes on. Only to daemons with the feature `prefetch_claims`.
     """
 
     reply: ClassVar[str] = "prefetched_claims"
     name: ClaimName = ""
     number: Id = 0
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=PREFETCH_WAIT_S_MAX)] = 10.0
+    wait_s: Annotated[float, msgspec.Meta(gt=0, le=PREFETCH_WAIT_S_MAX)] = 10.0
     cursor: Count = 0
 
 

@@ -107,7 +107,7 @@ class Requests:
                 **{"seconds": rng.choice([0.01, 5.0]), "priority": rng.choice([None, 0, 100]), "name": self._claim()},
             },
             "forget": lambda: {"name": self._claim() or "a"},
-            "prefetch_claims": lambda: {"name": self._claim() or "a", "wait_s": rng.choice([0.0, 0.2]), "cursor": 0},
+            "prefetch_claims": lambda: {"name": self._claim() or "a", "wait_s": rng.choice([0.01, 0.2]), "cursor": 0},
             "claims": lambda: {"cursor": rng.choice([0, 0, 7])},
             "release": lambda: {"lease": names.lease},
             "reserve": lambda: {**self._keys(), "parts": rng.choice([None, [0]])},

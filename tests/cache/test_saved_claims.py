@@ -549,20 +549,32 @@ async def test_later_claims_of_a_root_that_comes_late_replace_what_was_restored(
     cache = make_cache(PAGES, SLAB_PAGES)
     cache.retention.memory.share = 0.5
     saver = ClaimSaver(cache, None, stuck_s=1.0)
-    names = ["", "changed", "ended", "forgotten", "extended"]
+    names = ["", "changed", "ended", "forgotten", "extended", ""]
     earlier = [claim_facts(number=number, name=name) for number, name in enumerate(names, 1)]
     await saver.read(packed(claims=earlier, version=7), "one root")
     await saver.restore()
     now = {one.name: one for one in cache.retention.claims}
     cache.retention.forget([now["forgotten"]])
-    cache.retention.extend([now["extended"]], 60.0, 3)
+    cache.retention.extend([now["extended"], now[""]], 60.0, 3)  # of those without a name the last
     later = [claim_facts(number=number, name=name, priority=90) for number, name in enumerate(names, 1) if number != 3]
     await saver.read(packed(claims=later, version=8), "another root")
     await saver.read(packed(claims=earlier, version=6), "an old root")
     priorities = [(one.name, one.priority) for one in cache.retention.claims]
-    assert priorities == [("extended", 3), ("", 90), ("changed", 90)]
+    assert priorities == [("extended", 3), ("", 3), ("", 90), ("changed", 90)]
     cache.retention.expire()
     assert cache.retention.check() == []
+
+
+async def test_a_number_that_another_run_has_given_is_another_claim() -> None:
+    """Runs without a root in common count from one."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    cache.retention.memory.share = 0.5
+    saver = ClaimSaver(cache, None, stuck_s=1.0)
+    await saver.read(packed(claims=[claim_facts(name="x")], version=7), "one root")
+    await saver.restore()
+    cache.retention.forget(cache.retention.claims)
+    await saver.read(packed(claims=[claim_facts(name="y")], version=8), "another root")
+    assert list(told(cache)) == ["y"]
 
 
 async def test_a_root_that_comes_late_is_read_before_it_is_written_to(open_tier: Open, tmp_path: Path) -> None:
@@ -666,6 +678,52 @@ async def test_a_root_that_hangs_delays_no_other(open_tier: Open, tmp_path: Path
         gate.set()
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+async def test_at_the_end_a_root_that_hangs_costs_the_others_nothing(
+    open_tier: Open, tmp_path: Path, is_off: bool
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    tier = await open_tier(Shape(**{**vars(BIG), "stuck_s": 60.0}), paths=paths)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, 5)
+    gate, hangs, rename = threading.Event(), asyncio.Event(), tier.files.rename
+
+    def slow(dir_fd: int, old: str, new: str) -> None:
+        if new == CLAIMS_NAME and os.readlink(f"/proc/self/fd/{dir_fd}") == str(paths[1]):
+            tier.loop.call_soon_threadsafe(hangs.set)
+            gate.wait(60)
+        rename(dir_fd, old, new)
+
+    tier.files.rename = slow  # type: ignore[method-assign]
+    try:
+        retain(tier, keyspace, 1, name="first")
+        await hangs.wait()
+        if is_off:
+            tier.roots[1].health.become("off", "it hangs")
+        retain(tier, keyspace, 2, name="second")
+        await tier.claims.close(1.0)
+        assert set(recorded(paths[0])) == {"first", "second"}
+        beside = read_saved_claims(tier.cache.saved_claims, "memory")
+        assert beside is not None and len(beside.claims) == 2
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), LimitError("no room")])
+async def test_the_last_save_may_fail_and_the_rest_is_closed_all_the_same(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    tier = await open_tier(BIG)
+
+    def settle(self: PackedClaims, current: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(PackedClaims, "settle", settle)
+    retain(tier, tier.keyspace(), 1, name="x")
+    await tier.close()
+    assert "the last claims could not be saved everywhere" in caplog.text
+
+
 async def test_a_change_in_the_turn_of_a_retry_is_saved_everywhere(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -707,10 +765,11 @@ async def test_sizes_that_become_known_later_are_saved() -> None:
     await saver.save()
     found = read_saved_claims(cache.saved_claims, "memory")
     assert found is not None and found.claims == []
-    assert saver.is_saved
+    assert not saver.is_saved, "it can't be saved yet"
     cache.set_part_bytes(keyspace, {1: PAGE_BYTES})
-    assert not saver.is_saved
+    assert saver._is_due.is_set()
     await saver.save()
+    assert saver.is_saved
     assert list(told(await restored(cache.saved_claims, make_cache(PAGES, SLAB_PAGES)))) == ["x"]
 
 
@@ -934,7 +993,9 @@ def test_the_pieces_are_what_is_read(seed: int) -> None:
     for one in cache.retention.claims:
         made.add(one, cache.retention.prompt_of(one), 4, 60.0, 1e9)
     made.settle(cache.retention.claims)
-    found = read_saved_claims(b"".join(made.pieces(5, b"r" * 16, 1 << 20)), "there")
+    pieces, is_whole = made.pieces(5, b"r" * 16, 1 << 20)
+    assert is_whole and not made.pieces(5, b"r" * 16, 300)[1]
+    found = read_saved_claims(b"".join(pieces), "there")
     assert isinstance(found, SavedClaims)
     assert (found.version, [keyspace.fingerprint for keyspace in found.keyspaces]) == (5, [A])
     assert [(c.number, c.name, c.priority, c.left_s, c.ends_s, c.hits) for c in found.claims] == [

@@ -241,6 +241,27 @@ def test_a_prefetch_goes_on_where_it_ended_and_ends_with_its_caller(
     switch.set()
 
 
+def test_no_more_is_brought_than_memory_keeps(start_daemon: Start, tmp_path: Path, rng: np.random.Generator) -> None:
+    """A claim that is larger than memory: its beginning comes, and stays; others lose no more than the share."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", DISK_BYTES)), "disk.flush_s=0.02", memory="1MiB")
+    rank = worker(daemon)
+    keys = new_keys(rng, ROOM * 3 // 2)
+    store_on_disk(daemon, rank, keys, at_once=32)
+    rank.client.retain({0: keys}, 600, name="large")
+    assert rank.client.claims()[0].disk_keys == len(keys)
+    saved(daemon)
+    rank = again(daemon, "kill")
+    others = new_keys(rng, ROOM * 3 // 4)
+    for start in range(0, len(others), 32):
+        rank.store_keys(others[start : start + 32])
+    found = rank.client.prefetch_claims("large")
+    kept = rank.client.claims()[0].memory_keys
+    assert 0 < kept <= ROOM // 4
+    assert kept <= found.memory_keys <= kept + 4, "what was brought when the share was full may go"
+    assert rank.states(keys[:kept]) == [KeyState.HIT] * kept
+    assert rank.states(others).count(KeyState.HIT) >= len(others) - 8
+
+
 def waiting(daemon: Daemon) -> int:
     """Requests that wait for others' work."""
     return sum(account.get("drains", 0) for account in daemon.status()["accounts"].values())

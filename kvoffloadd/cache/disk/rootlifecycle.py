@@ -132,9 +132,8 @@ class RootLifecycle:
                 return
             await self._accept(root, manifest)
             if root.accepted:
-                if self.on_claims is not None:
-                    recorded = await root.directory.recorded_claims() if root.is_trusted else b""
-                    await self.on_claims(recorded, f"disk {root.name}")
+                if self.on_claims is not None and root.is_trusted:
+                    await self.on_claims(await root.directory.recorded_claims(), f"disk {root.name}")
                 await self._recover(root)
             await self._clears.save_epochs(
                 [other for other in self._disk.roots if other is root or other.state != RootState.OFF]

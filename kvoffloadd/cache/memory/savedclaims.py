@@ -93,18 +93,18 @@ class PackedClaims:
 
     _claims: list[tuple[Claim, list[Keyspace], bytes]] = field(default_factory=list)
     _keyspaces: dict[int, bytes] = field(default_factory=dict)  # packed, by number
+    _is_whole: bool = True  # nothing was left out
 
     def add(self, claim: Claim, prompt: Prompt, hits: int, left_s: float, now_s: float) -> None:
-        """Adds a claim of these keys. `now_s`: the time, in seconds since 1970."""
-        groups = [
-            (keyspace.id, first, pack(keys, keyspace.namespace.key_bytes))
-            for keyspace, first, keys in prompt
-            if all(keyspace.part_bytes)
-        ]
+        """Adds a claim of these keys, as far as the sizes of their groups are known. `now_s`: the time, in seconds
+        since 1970.
+        """
+        known = [part for part in prompt if all(part[0].part_bytes)]
+        self._is_whole &= len(known) == len(prompt)
+        groups = [(keyspace.id, first, pack(keys, keyspace.namespace.key_bytes)) for keyspace, first, keys in known]
         facts = (claim.number, claim.name, claim.priority, left_s, now_s + left_s, hits, groups)
         if groups:
-            named = [keyspace for keyspace, _, _ in prompt if all(keyspace.part_bytes)]
-            self._claims.append((claim, named, msgpack.packb(facts)))
+            self._claims.append((claim, [keyspace for keyspace, _, _ in known], msgpack.packb(facts)))
 
     def settle(self, current: Iterable[Claim]) -> None:
         """Leaves out all but these claims, and what names keyspaces that are gone. Packs the keyspaces as they are
@@ -119,9 +119,9 @@ class PackedClaims:
         named = {keyspace.id: keyspace for _, keyspaces, _ in self._claims for keyspace in keyspaces}
         self._keyspaces = {number: pack_keyspace(keyspace) for number, keyspace in named.items()}
 
-    def pieces(self, version: int, run: bytes, bytes_max: int) -> list[bytes]:
-        """Returns the settled claims packed, in pieces, of no more than this many bytes: those that would lapse
-        last.
+    def pieces(self, version: int, run: bytes, bytes_max: int) -> tuple[list[bytes], bool]:
+        """Returns the settled claims packed, in pieces, of no more than this many bytes: those that would lapse last.
+        Also returns whether these are all that were added.
         """
         size, kept, numbers = _HEAD_BYTES, set[Claim](), set[int]()
         for claim, keyspaces, packed in sorted(self._claims, key=lambda item: item[0].order, reverse=True):
@@ -132,13 +132,14 @@ class PackedClaims:
                 kept.add(claim)
                 numbers |= new
         packer = msgpack.Packer()
-        return [
+        pieces = [
             packer.pack_array_header(4) + packer.pack(version) + packer.pack(run),
             packer.pack_array_header(len(numbers)),
             *(self._keyspaces[number] for number in sorted(numbers)),
             packer.pack_array_header(len(kept)),
             *(packed for claim, _, packed in self._claims if claim in kept),
         ]
+        return pieces, self._is_whole and len(kept) == len(self._claims)
 
 
 def read_saved_claims(packed: bytes, place: str) -> SavedClaims | None:

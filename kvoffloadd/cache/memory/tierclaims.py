@@ -81,6 +81,11 @@ class TierClaims:
         """Returns what this tier keeps of a claim; None: nothing."""
         return self._of_user.get(claim.namespace.uid, {}).get(claim)
 
+    def num_keys(self, claim: Claim) -> int:
+        """Returns how many keys of a claim this tier keeps: fewer than it names if it was cut, 0 if it has lapsed."""
+        kept = self.get(claim)
+        return 0 if kept is None else len(kept.numbers)
+
     def prompt_of(self, claim: Claim) -> Prompt:
         """Returns the keys of a claim that this tier keeps."""
         if (kept := self.get(claim)) is None:

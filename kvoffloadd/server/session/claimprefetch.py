@@ -1,4 +1,4 @@
-"""Brings what claims name into memory, some keys at a time."""
+"""Brings what memory keeps of claims into memory, some keys at a time."""
 
 from __future__ import annotations
 
@@ -56,24 +56,28 @@ async def _prefetch(message: m.PrefetchClaims, claims: Sequence[Claim], context:
 
 
 def _batches(claims: Sequence[Claim], context: Context) -> Iterator[tuple[Keyspace, int, U64Array]]:
-    """Yields what is brought at once: a keyspace, the position of the first key, and the keys."""
-    cache = context.cache
+    """Yields what is brought at once: a keyspace, the position of the first key, and the keys. Once memory keeps less
+    of a claim, the rest of it finds no place there: it would displace what came before, and others' keys.
+    """
+    cache, memory = context.cache, context.cache.retention.memory
     for claim in claims:
-        for keyspace, first, keys in cache.retention.prompt_of(claim):
+        kept = memory.num_keys(claim)
+        for keyspace, first, keys in memory.prompt_of(claim):
             pages = max(int(cache.entries.keyspaces.pages[keyspace.id]), 1)
             step = max(min(BATCH_KEYS, cache.tier.num_pages // BATCH_SHARE // pages), 1)
             for begin in range(0, len(keys), step):
-                yield keyspace, first + begin, keys[begin : begin + step]
+                if memory.num_keys(claim) == kept:
+                    yield keyspace, first + begin, keys[begin : begin + step]
 
 
 async def _bring(keyspace: Keyspace, first: int, keys: U64Array, context: Context, flow: Flow, until: float) -> bool:
     """Brings keys as far as the tiers below have them. Returns False if the time is over before."""
-    if context.loop.time() >= until:
-        return False
     await asyncio.sleep(0)
     found = find_all(context.cache, context.lower, [(keyspace, first, keys)], ask=True)
     if not found.num_below or context.lower is None or keyspace.retired:
         return True
+    if context.loop.time() >= until:
+        return False
     ended = asyncio.Event()
     fetch = context.lower.fetch(found.groups, Urgency.PREFETCH, ended.set, flow, whole=True)
     try:
