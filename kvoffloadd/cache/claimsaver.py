@@ -266,13 +266,11 @@ class ClaimSaver:
             return
         before, ended = self._writing.get(root), asyncio.Event()
         is_busy = before is not None and not before.is_set()  # it hangs, is slow, or `close` has cancelled the caller
-        if is_busy and not self._is_closing:
+        if is_busy and not self._is_closing:  # at the end it waits in the root's lane, behind the earlier one
             self._failed.add(root)
             return
         try:
             async with asyncio.timeout(self._stuck_s):
-                if before is not None:
-                    await before.wait()
                 self._writing[root] = ended
                 await root.directory.record_claims(pieces, ended.set)
         except (OSError, KvOffloadError, CancelledWork, MemoryError) as error:

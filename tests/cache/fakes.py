@@ -104,10 +104,10 @@ def make_context(cache: Cache) -> Any:
 
 
 def make_keyspace(
-    cache: Cache, name: bytes = b"n" * 16, *, group: int = 0, pages: tuple[int, ...] = (1,)
+    cache: Cache, name: bytes = b"n" * 16, *, group: int = 0, pages: tuple[int, ...] = (1,), uid: int = 0
 ) -> tuple[Namespace, Keyspace]:
     """A namespace with one group whose parts have payloads of that many pages."""
-    namespace = cache.open_namespace(name, 0, "test", 32)
+    namespace = cache.open_namespace(name, uid, "test", 32)
     keyspace = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
     for part, size in enumerate(pages):
         cache.set_part_bytes(keyspace, {part: size * PAGE_BYTES})

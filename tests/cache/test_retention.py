@@ -593,6 +593,21 @@ def test_claims_are_bounded_in_number_and_in_keys(monkeypatch: pytest.MonkeyPatc
     check(cache)
 
 
+def test_each_user_may_have_half_of_the_claims_that_the_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "CLAIMS_MAX", 8)
+    cache, _ = cache_of()
+    keyspaces = [make_keyspace(cache, bytes([uid]) * 16, uid=uid)[1] for uid in range(5)]
+    for turn in range(2):
+        for keyspace in keyspaces:
+            for number in range(6):
+                retain(cache, keyspace, 10 * turn + number)
+            check(cache)
+        claims = cache.retention.claims
+        counts = [sum(claim.namespace.uid == uid for claim in claims) for uid in range(5)]
+        assert counts == [4, 2, 1, 0, 0], "the last two find none of their own to end"
+    assert [claim.namespace.uid for claim in claims[-7:]] == [0, 0, 0, 0, 1, 1, 2], "each has ended its own"
+
+
 # --- several claims of a key, names, ends -------------------------------------------------------------
 
 

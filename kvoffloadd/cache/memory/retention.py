@@ -21,8 +21,13 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.tierclaims import Prompt, TierClaims
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.shares import share_left
 
-CLAIMS_PER_USER = 1024
+CLAIMS_MAX, CLAIMS_PER_USER = 4096, 1024
+"""The number of claims of all users, of which each may have half of what the others leave, and of one user. They are
+saved in a turn of the event loop.
+"""
+
 ENDS_SPARE = 64
 """The number of ends that may be remembered of claims that ended earlier or were extended."""
 
@@ -175,13 +180,13 @@ class Retention:
 
     def _make_room(self, uid: int, priority: int) -> bool:
         """Ends the user's first claim to lapse if the user has too many. Returns False if that has a higher priority
-        than this.
+        than this, or if there is none.
         """
         own = [claim for claims in self._of(uid) for claim in claims.values()]
-        if len(own) < CLAIMS_PER_USER:
+        if len(own) < min(CLAIMS_PER_USER, share_left(CLAIMS_MAX, len(self) - len(own), 0)):
             return True
-        least = min(own, key=lambda claim: claim.order)
-        if least.priority > priority:
+        least = min(own, key=lambda claim: claim.order, default=None)
+        if least is None or least.priority > priority:
             return False
         self.memory.num_lapsed += 1
         self._take([least])
