@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,10 @@ from sglang.srt.runtime_context import get_context, get_device, get_exec, get_me
 from sglang.srt.utils import cpu_has_amx_support
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.hints import HintReader
+from kvoffloadd.integrations.sglang import counters
 from kvoffloadd.integrations.sglang.adapters import ADAPTERS
+from kvoffloadd.integrations.sglang.claims import RetainedPages
 from kvoffloadd.integrations.sglang.files import FILES
 from kvoffloadd.integrations.sglang.guard import or_else
 from kvoffloadd.integrations.sglang.identity import from_elsewhere, model_source, sources_of
@@ -29,6 +33,8 @@ from kvoffloadd.integrations.sglang.weights import WEIGHTS
 
 _AT_REST: weakref.WeakSet[PageStore] = weakref.WeakSet()
 _TOLD_OF_HITS: weakref.WeakSet[PageStore] = weakref.WeakSet()
+_TOLD_OF_HINTS: weakref.WeakSet[PageStore] = weakref.WeakSet()
+_HINTS = HintReader(logging.getLogger("sglang.kvoffloadd"))
 
 _CHANGES = (
     "update_weights_from_tensor",
@@ -259,11 +265,49 @@ def _tell_hits(tree: UnifiedRadixCache, request: Req, prefix_tokens: int) -> Non
     hits = (prefix_tokens - from_storage) // tree.page_size
     if not hits:
         return
-    # Pages that a linker has loaded are not in the tree yet.
-    node, core = request.last_node, tree.tree_core
-    keys = [*core.get_prefix_hash_values(node), *core.get_hash_values(node)][:hits]
+    keys = _keys_of(tree, request)[:hits]  # pages that a linker has loaded are not in the tree yet
     for pages in notified:
         pages.used(keys)
+
+
+def tell_hints(pages: PageStore) -> None:
+    """Has `pages` claim what requests want retained when they have ended. One rank is enough."""
+    _TOLD_OF_HINTS.add(pages)
+    _watch_releases()
+
+
+@functools.cache
+def _watch_releases() -> None:
+    """Hooks the ends of requests: the tree has what it keeps of them then. It releases retracted ones as well."""
+    release = UnifiedRadixCache.on_release
+
+    @functools.wraps(release)
+    def wrapper(tree: UnifiedRadixCache, req: Req, **named: Any) -> None:
+        if getattr(req, "kv_hints", None) is not None and req.finished():
+            _tell_hints(tree, req)
+        release(tree, req, **named)
+
+    UnifiedRadixCache.on_release = wrapper
+
+
+@or_else(lambda *_: None)
+def _tell_hints(tree: UnifiedRadixCache, request: Req) -> None:
+    if not _TOLD_OF_HINTS:
+        return
+    found = _HINTS.read(request.kv_hints.actions)
+    counters.IGNORED_HINTS.inc(found.ignored)
+    if not found.directives or request.last_node is None:
+        return
+    in_prompt = len(request.origin_input_ids) // tree.page_size
+    wanted = RetainedPages(found.directives, _keys_of(tree, request), in_prompt)
+    for pages in list(_TOLD_OF_HINTS):
+        pages.retain(wanted)
+
+
+def _keys_of(tree: UnifiedRadixCache, request: Req) -> list[str]:
+    """Returns the names of a request's pages that the tree has, from the first token on."""
+    node, core = request.last_node, tree.tree_core
+    return [*core.get_prefix_hash_values(node), *core.get_hash_values(node)]
 
 
 def _call_before(owner: type, name: str, callback: Callable[[], None]) -> None:

@@ -23,6 +23,8 @@ from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of
+from kvoffloadd.integrations.sglang import counters
+from kvoffloadd.integrations.sglang.claims import ClaimQueue, RetainedPages
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
 from kvoffloadd.integrations.sglang.sharedlink import SharedLink
@@ -87,6 +89,7 @@ class PageStore:
         self._suspended = False
         self._resting = False
         self._used: deque[Sequence[str]] = deque(maxlen=_USED_MAX)
+        self._claims = ClaimQueue(self._lookups, pools.pools)
         self._trailing: dict[str, int] = {}  # of each pool besides keys and values: SGLang's last request, see `Needed`
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
@@ -111,7 +114,7 @@ class PageStore:
         if there is None:
             return _NOTHING
         here = restorable(there, needed)
-        if here.pages < len(keys) and wait_s and self._lookups.shares_store and _told_apart(needed):
+        if here.pages < len(keys) and wait_s and self._lookups.supports("remote") and _told_apart(needed):
             return self._restorable_anywhere(here, there, packed, needed, monotonic() + wait_s)
         return here
 
@@ -189,6 +192,15 @@ class PageStore:
         if keys and self.available:
             self._used.append(keys)
 
+    def retain(self, wanted: RetainedPages) -> None:
+        """Has pages of a request that has ended claimed. Returns at once: the daemon is asked soon, and the claims are
+        lost if it does not answer.
+        """
+        if wanted.keys and self.available:
+            self._claims.add(wanted)
+        elif wanted.keys and not self._closing.is_set():
+            counters.LOST_CLAIMS.inc()
+
     @property
     def connected(self) -> bool:
         """Whether the daemon answered last, on every link: pages that can't be loaded must not be found."""
@@ -211,6 +223,7 @@ class PageStore:
         """Continues under other names: SGLang has forgotten all pages. `generation`: u64, alike in all ranks."""
         self._generation = generation
         self._used.clear()  # these name what was computed with other weights
+        self._claims.clear()
         self._suspended = False
 
     def clear(self, token: bytes = b"") -> None:
@@ -260,6 +273,7 @@ class PageStore:
             self._loads.keep()
             self._stores.keep()
             self._tell_used()
+        self._claims.send(self._packed, self._trailing)
 
     # --- helpers -----------------------------------------------------------------------------------
 

@@ -65,10 +65,9 @@ class SharedLink:
         with self._taken() as link:
             return link is not None and link.attempt(call)
 
-    @property
-    def shares_store(self) -> bool:
-        """Whether the daemon that answered last has a store that hosts share."""
-        return "remote" in self._link.client.features
+    def supports(self, feature: str) -> bool:
+        """Returns whether the daemon answered last, and has this feature."""
+        return self.connected and feature in self._link.client.features
 
     def pieces(self, counts: Mapping[int, int], first: Mapping[int, int]) -> Iterator[tuple[Piece, dict[int, int]]]:
         """Yields the keys that each request may name: see `DaemonLink.pieces`."""

@@ -57,6 +57,7 @@ def page_store(pools: Pools, options: EngineOptions, tp_size: int, *, retry_busy
     WEIGHTS.follow(pages, options.fingerprint)
     if engine.rank().rank == 0:
         engine.tell_hits(pages)
+        engine.tell_hints(pages)
     where = options.socket or "the socket that is found"
     logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), where)
     return pages

@@ -1,51 +1,16 @@
-"""Turns what a request wants retained into claims: which of its keys, and where in the request these stand."""
+"""Turns what a request of vLLM wants retained into claims: which of its keys, and where in the request these stand."""
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvoffloadd.client import Group, GroupKind
+from kvoffloadd.integrations.common.claims import Directive, WantedClaim, in_order
 from kvoffloadd.integrations.vllm.keys import KeyNames, groups_of, pack_by_group
 from kvoffloadd.model import BoolArray, I64Array, U8Array
-
-
-class RequestPart(enum.Enum):
-    """The part of a request that a directive is about."""
-
-    PROMPT = "prompt"
-    WHOLE = "whole"
-    OUTPUT = "output"  # what was generated
-
-
-@dataclass(frozen=True, slots=True)
-class Directive:
-    """Tokens of a request that are to be claimed, and for how long. `end` None: up to the end of the part. `name` may
-    be that of several directives.
-    """
-
-    seconds: float
-    priority: int | None = None
-    name: str = ""
-    start: int = 0
-    end: int | None = None
-    part: RequestPart = RequestPart.PROMPT
-
-    def covers(self, ends: I64Array, in_prompt: BoolArray, tokens_per_key: int) -> BoolArray:
-        """Returns which keys of a group hold tokens that this is about. `ends`: where they end, in tokens; `in_prompt`:
-        whether that is in the prompt.
-        """
-        if self.part is RequestPart.OUTPUT:
-            return ~in_prompt
-        begins = (ends - 1) // tokens_per_key * tokens_per_key
-        covered: BoolArray = ends > self.start
-        if self.end is not None:
-            covered &= begins < self.end
-        return covered & in_prompt if self.part is RequestPart.PROMPT else covered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,22 +27,6 @@ class RequestKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WantedClaim:
-    """Keys to claim. `groups`: u8 (keys, KEY_BYTES), in the order of the request. `first`: the position of each group's
-    first key.
-    """
-
-    directive: Directive
-    groups: dict[int, U8Array]
-    first: dict[int, int]
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """Returns the number of keys of each group."""
-        return {group: len(keys) for group, keys in self.groups.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _GroupKeys:
     group: Group
     keys: U8Array
@@ -91,7 +40,7 @@ def claims_of(request: RequestKeys, groups: Mapping[int, Group]) -> Iterator[Wan
     """
     found = list(_by_group(request, groups))
     longest = max((each.group.tokens_per_key for each in found), default=0)
-    for directive in sorted(request.directives, key=lambda each: (each.part is RequestPart.OUTPUT, each.start)):
+    for directive in in_order(request.directives):
         covered = [directive.covers(each.ends, each.in_prompt, each.group.tokens_per_key) for each in found]
         end = max((int(each.ends[of].max()) for each, of in zip(found, covered, strict=True) if of.any()), default=0)
         claim = WantedClaim(directive, {}, {})
@@ -123,15 +72,3 @@ def _needed(each: _GroupKeys, end: int, longest: int) -> BoolArray:
         return np.ones(len(each.ends), bool)
     needed: BoolArray = each.ends > end - 2 * longest - (each.group.window_keys + 1) * each.group.tokens_per_key
     return needed
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Returns the names of claims, those that are given several times with a number behind: a claim replaces the one
-    that had its name.
-    """
-    times, seen = Counter(names), Counter[str]()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(f"{name} #{seen[name]}" if name and times[name] > 1 else name)
-    return found

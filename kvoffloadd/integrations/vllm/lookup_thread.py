@@ -22,9 +22,10 @@ import numpy as np
 from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.integrations.common.bugs import log_bug
+from kvoffloadd.integrations.common.claims import FEATURE, TOO_OLD, requests_of
 from kvoffloadd.integrations.common.keys import Piece
 from kvoffloadd.integrations.common.link import DaemonLink
-from kvoffloadd.integrations.vllm.claims import RequestKeys, claims_of, numbered
+from kvoffloadd.integrations.vllm.claims import RequestKeys, claims_of
 from kvoffloadd.integrations.vllm.keys import KeyNames, pack_by_group
 from kvoffloadd.model import Tier, U8Array
 
@@ -95,6 +96,8 @@ class LookupThread:
         # Written by the thread, read by all.
         self.half_tier_keys = sys.maxsize
         """How many keys, as large as those that are there, fill half of the daemon's memory."""
+        self.lost_claims = 0
+        """How many requests have lost their claims, as a whole or in part."""
         self._commands.put(self._link.connect)
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-lookups", daemon=True)
         self._thread.start()
@@ -244,25 +247,23 @@ class LookupThread:
             client.keep(_packed(groups, piece), how, first)
 
     def _retain(self, request: RequestKeys) -> None:
+        if not self._claim(request):
+            self.lost_claims += 1
+
+    def _claim(self, request: RequestKeys) -> bool:
+        """Returns whether all that the request wants is claimed."""
         if not self.connected:
-            return
-        if "retain" not in self._link.client.features:
+            return False
+        if FEATURE not in self._link.client.features:
             if not self._missed_claims:
                 self._missed_claims = True
-                logger.warning("kvoffloadd: the daemon is older and knows no claims: nothing is retained for requests")
-            return
-        claims = [
-            (claim, piece, first)
-            for claim in claims_of(request, self._groups)
-            for piece, first in self._link.pieces(claim.counts, claim.first)
-        ]
-        names = numbered([claim.directive.name for claim, _, _ in claims])
-        # Of one priority, the daemon gives up the oldest claims first: those that are last in the request.
-        for name, (claim, piece, first) in reversed(list(zip(names, claims, strict=True))):
-            keys = {group: claim.groups[group][span] for group, span in piece.items()}
-            asked = partial(Client.retain, groups=keys, seconds=claim.directive.seconds, name=name, first=first)
-            if self.connected:
-                self._attempt(partial(asked, priority=claim.directive.priority))
+                logger.warning(TOO_OLD)
+            return False
+        made = True
+        for asked in requests_of(claims_of(request, self._groups), self._link.pieces):
+            # A refused claim refuses no other. A daemon that is gone would cost a deadline for each.
+            made &= self._attempt(asked) if self._link.connected else False
+        return made
 
     def _tell_used(self) -> None:
         """Reports one prompt that waits as used. Only one: a lookup may have come meanwhile."""

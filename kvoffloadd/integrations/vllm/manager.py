@@ -73,6 +73,7 @@ _FAILED_LOADS = "vllm:kvoffloadd_failed_loads"
 _RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
 _KEPT = "vllm:kvoffloadd_kept_tokens"
 _IGNORED_HINTS = "vllm:kvoffloadd_ignored_hints"
+_LOST_CLAIMS = "vllm:kvoffloadd_lost_claims"
 
 
 class _Told:
@@ -109,6 +110,7 @@ class KVOffloaddManager(OffloadingManager):
         self._fresh: dict[str, RequestState] = {}
         self._keeping = ReuseHints()
         self._retaining = RetainHints()
+        self._lost_claims = 0  # of those that the thread has counted, how many were told
         self._used: dict[OffloadKey, UsedKeys] = {}  # in this step, by the last key: it names all before it
         self._outstanding: set[PinRequest] = set()
         self._names = names
@@ -343,6 +345,9 @@ class KVOffloaddManager(OffloadingManager):
         if self._connected is not self._lookup_thread.connected:
             self._connected = self._lookup_thread.connected
             self._stats.set_gauge(_CONNECTED, int(self._connected))
+        if (lost := self._lookup_thread.lost_claims) > self._lost_claims:
+            self._stats.increase_counter(_LOST_CLAIMS, lost - self._lost_claims)
+            self._lost_claims = lost
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
@@ -427,4 +432,5 @@ def metric_definitions() -> dict[str, Any]:
         _RECOMPUTED: OffloadingCounterMetadata("Tokens that were to be loaded, and were recomputed."),
         _KEPT: OffloadingCounterMetadata("Tokens of failed loads that were not recomputed after all."),
         _IGNORED_HINTS: OffloadingCounterMetadata("Hints to retain keys, or unknown ones, that were ignored."),
+        _LOST_CLAIMS: OffloadingCounterMetadata("Requests whose claims were lost, whole or in part."),
     }

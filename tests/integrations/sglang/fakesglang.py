@@ -94,6 +94,12 @@ class Req:
         self.storage_hit_length = self.host_hit_length = 0
         self.storage_hit_start: int | None = None
         self.host_hit_is_storage = self.retracted_stain = False
+        self.kv_hints: Any = None
+        self.origin_input_ids: list[int] = []
+        self.is_finished = True
+
+    def finished(self) -> bool:
+        return self.is_finished
 
     def materialized_host_hit_len(self) -> int:
         return self.host_hit_length
@@ -172,9 +178,14 @@ class UnifiedRadixCache:
 
     def __init__(self) -> None:
         self.tree_core = TreeCore()
+        self.released: list[tuple[str, bool]] = []
 
     def reset(self) -> None:
         """SGLang forgets its pages."""
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """SGLang gives a request's place back."""
+        self.released.append((req.rid, checkpointed))
 
 
 class LayerWiseLoadCounter:

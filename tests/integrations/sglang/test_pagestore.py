@@ -50,12 +50,18 @@ class PagestoreRank:
     """An engine's rank: its pools, and what stores their pages."""
 
     def __init__(
-        self, daemon: Daemon, rank: int = 0, ranks: int = 1, timeout_s: float = 10.0, *, windows: bool = False
+        self,
+        daemon: Daemon,
+        rank: int = 0,
+        ranks: int = 1,
+        timeout_s: float = 10.0,
+        *,
+        windows: bool = False,
+        states: bool = True,
     ) -> None:
-        self.pools: dict[str, HostPool] = {
-            "kv": MHATokenToKVPoolHost(PAGES, PAGE, [4096, 4096]),
-            "mamba": MambaPoolHost(PAGES, 1, [300, 212], together=False),
-        }
+        self.pools: dict[str, HostPool] = {"kv": MHATokenToKVPoolHost(PAGES, PAGE, [4096, 4096])}
+        if states:
+            self.pools["mamba"] = MambaPoolHost(PAGES, 1, [300, 212], together=False)
         if windows:
             self.pools["swa"] = MHATokenToKVPoolHost(PAGES, PAGE, [2048, 2048])
 

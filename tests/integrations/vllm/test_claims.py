@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.client import Group, GroupKind
-from kvoffloadd.integrations.vllm.claims import Directive, RequestKeys, RequestPart, WantedClaim, claims_of, numbered
+from kvoffloadd.integrations.common.claims import Directive, RequestPart, WantedClaim
+from kvoffloadd.integrations.vllm.claims import RequestKeys, claims_of
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, key_of
 
 FULL, FINE, WINDOW = (
@@ -144,7 +145,3 @@ def test_a_key_is_claimed_if_one_of_its_tokens_is(
 
 def _ends(tokens: int, group: Group) -> list[int]:
     return list(range(group.tokens_per_key, tokens + 1, group.tokens_per_key))
-
-
-def test_names_that_several_claims_have_get_a_number() -> None:
-    assert numbered(["a", "", "b", "a", ""]) == ["a #1", "", "b", "a #2", ""]

@@ -18,8 +18,9 @@ import pytest
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Client, Found, KeyState, KvCache
 from kvoffloadd.errors import ConnectionLostError
+from kvoffloadd.integrations.common.claims import Directive
 from kvoffloadd.integrations.common.link import DaemonLink
-from kvoffloadd.integrations.vllm.claims import Directive, RequestKeys
+from kvoffloadd.integrations.vllm.claims import RequestKeys
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.model import Tier
@@ -251,6 +252,7 @@ def test_a_refused_claim_refuses_no_other(start_daemon: Start, lines: Make, keys
     lookup_thread.retain(ended(keys, keys[:0], Directive(600.0, name="right")))
     until(lambda: [claim.name for claim in rank.client.claims()] == ["right"], "the other one is claimed")
     assert lookup_thread.connected
+    assert lookup_thread.lost_claims == 1
 
 
 def test_a_daemon_that_knows_no_claims_gets_none(
@@ -271,9 +273,11 @@ def test_a_daemon_that_knows_no_claims_gets_none(
     assert not rank.client.claims()
     assert lookup_thread.connected
     assert caplog.text.count("the daemon is older and knows no claims") == 1
+    assert lookup_thread.lost_claims == 2
     connector.features = known
     lookup_thread.retain(ended(keys, keys, Directive(600.0)))
     until(lambda: len(rank.client.claims()) == 1, "a later one does")
+    assert lookup_thread.lost_claims == 2
 
 
 @pytest.mark.slow
@@ -291,6 +295,7 @@ def test_hints_that_nobody_takes_are_lost(start_daemon: Start, lines: Make, keys
     until(lambda: lookup_thread.connected, "it is connected again")
     assert touched(daemon) == 0
     assert daemon.status()["retention"]["claims_made"] == 0
+    assert lookup_thread.lost_claims == 1
 
 
 @pytest.mark.slow
