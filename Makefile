@@ -51,6 +51,8 @@ DEMO_REMOTE ?=
 SOAK_REMOTE ?=
 # `make soak-threads SOAK_THREADS="--times 3 tests/test_lanes.py"`.
 SOAK_THREADS ?=
+# `make soak-claims SOAK_CLAIMS_S=3600`.
+SOAK_CLAIMS_S ?= 600
 REMOTE_VENV := build/remote-venv
 REMOTE_READY := $(REMOTE_VENV)/.ready
 REMOTE_PIP := $(REMOTE_VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -60,7 +62,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers dist release gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-claims soak-remote mutants lint shape bench bench-peers dist release gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -166,6 +168,9 @@ soak: $(READY) ## the tests that take minutes, a stress run with kills of worker
 
 soak-threads: $(READY) ## the tests of what threads drain, 20 times beside busy loops, with threads switched all the time
 	@$(BIN)/python -m scripts threads $(SOAK_THREADS)
+
+soak-claims: $(READY) ## claims at random against a model, with kills, restarts and clears, for ten minutes; see SOAK_CLAIMS_S
+	@KVOFFLOADD_CLAIMS_S=$(SOAK_CLAIMS_S) $(BIN)/python -m pytest -q -s -m soak tests/e2e/test_random_claims.py
 
 soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
 	@$(REMOTE_VENV)/bin/python -m scripts soak $(SOAK_REMOTE)

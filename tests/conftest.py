@@ -68,6 +68,7 @@ HOST_ONLY = {
     "test_disk_pins": _DISK,
     "test_disk_threads": _DISK,
     "test_kill": _MEMFDS,
+    "test_random_claims": "claims are of keys, wherever ranks lie; the long run takes its time once",
     "test_registrations": _MEMFDS,
     "test_remote": "the store's agent reads and writes the arena, whatever device copies to and from it",
     "test_slot_sizes": "slabs are the arena's, whatever device copies to and from them",
