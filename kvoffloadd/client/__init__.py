@@ -11,7 +11,7 @@ from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
 from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, PrefetchedClaims, Reserved, Retained
-from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, digest_layers
+from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, Tier, digest_layers
 from kvoffloadd.protocol.messages import ClaimFigures, KeepHow, NamespaceSpec
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Reserved",
     "Retained",
     "SharedTensor",
+    "Tier",
     "Timeline",
     "digest_layers",
 ]

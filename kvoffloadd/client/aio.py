@@ -24,7 +24,7 @@ from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Prefetched
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.model import Direction, Tier, U8Array
 from kvoffloadd.protocol.messages import ClaimFigures, KeepHow
 
 R = TypeVar("R")
@@ -209,13 +209,13 @@ class AsyncClient(BaseClient):
         until = self._until(limit_s + self._deadline_s)
         return await self._run(self._core.clear(everything, namespaces, uid, limit_s, token, until))
 
-    async def snapshot(self, group: int) -> U8Array:
+    async def snapshot(self, group: int, *, tier: Tier | None = None) -> U8Array:
         """See `Client.snapshot`."""
-        return await self._run(self._core.snapshot(group, self._until()))
+        return await self._run(self._core.snapshot(group, tier, self._until()))
 
-    async def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
+    async def snapshot_page(self, group: int, cursor: int = 0, *, tier: Tier | None = None) -> tuple[U8Array, int]:
         """See `Client.snapshot_page`."""
-        return await self._call(calls.snapshot(group, cursor, self._core.key_bytes))
+        return await self._run(self._core.snapshot_page(group, cursor, tier, self._until()))
 
     async def store(
         self,
@@ -277,9 +277,9 @@ class AsyncClient(BaseClient):
         call = calls.verify(payloads, disk, repair)
         return await self._run(self._core.call(call, self._until(deadline_s)))
 
-    async def subscribe(self) -> None:
+    async def subscribe(self, *, tiers: bool = False) -> None:
         """See `Client.subscribe`."""
-        await self._run(self._core.subscribe(self._until()))
+        await self._run(self._core.subscribe(tiers, self._until()))
 
     async def events(self, deadline_s: float = 0.0) -> list[Event]:
         """See `Client.events`."""

@@ -25,7 +25,7 @@ from kvoffloadd.client.polling import Poll
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen
-from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.model import Direction, Tier, U8Array
 from kvoffloadd.protocol.messages import ClaimFigures, KeepHow
 
 R = TypeVar("R")
@@ -242,18 +242,21 @@ class Client(BaseClient):
             lambda until: self._core.clear(everything, namespaces, uid, limit_s, token, until),
         )
 
-    def snapshot(self, group: int) -> U8Array:
-        """Returns u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or
-        not.
-        """
-        return self._run(self._deadline_s, lambda until: self._core.snapshot(group, until))
+    def snapshot(self, group: int, *, tier: Tier | None = None) -> U8Array:
+        """Returns u8 (keys, key_bytes): the complete keys of a group, in this tier (`MEMORY` or `DISK`; None: in
+        either). Keys that come or go meanwhile may be in it or not.
 
-    def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
+        Raises UsageError for a `tier` if the daemon is older (feature `event_tiers`).
+        """
+        return self._run(self._deadline_s, lambda until: self._core.snapshot(group, tier, until))
+
+    def snapshot_page(self, group: int, cursor: int = 0, *, tier: Tier | None = None) -> tuple[U8Array, int]:
         """Returns some keys of `snapshot`, and the cursor for the next call; 0: those were the last.
 
-        A key that is in memory and on disk is in it twice. A cursor is meaningless for another run of the daemon.
+        A key that is in memory and on disk is in it twice, unless a `tier` is named. A cursor is meaningless for
+        another tier, or another run of the daemon.
         """
-        return self._call(calls.snapshot(group, cursor, self._core.key_bytes))
+        return self._run(self._deadline_s, lambda until: self._core.snapshot_page(group, cursor, tier, until))
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -346,11 +349,12 @@ class Client(BaseClient):
         call = calls.verify(payloads, disk, repair)
         return self._run(self._or_default(deadline_s), lambda until: self._core.call(call, until))
 
-    def subscribe(self) -> None:
+    def subscribe(self, *, tiers: bool = False) -> None:
         """Subscribes to keys that become complete or go, see `events`. The subscription is repeated after every
-        reconnect.
+        reconnect. `tiers`: follows memory and disk each, if the daemon can (feature `event_tiers`); see
+        `KeyEvents.tier`.
         """
-        self._run(self._deadline_s, self._core.subscribe)
+        self._run(self._deadline_s, lambda until: self._core.subscribe(tiers, until))
 
     def events(self, deadline_s: float = 0.0) -> list[Event]:
         """Returns the events since the last call; waits `deadline_s` for the first if there is none.

@@ -37,7 +37,7 @@ from kvoffloadd.client.results import (
 )
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import KvOffloadError, MessageError, UsageError
-from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.model import Direction, Tier, U8Array
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.messages import ClaimFigures, GroupBlocks, GroupKeys, KeepHow, Message, Request
 
@@ -149,9 +149,9 @@ def status() -> Call[dict[str, Any]]:
     return Call(lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True)
 
 
-def subscribe() -> Call[None]:
-    """Subscribes to events from now on."""
-    return Call(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
+def subscribe(tiers: Callable[[], bool]) -> Call[None]:
+    """Subscribes to events from now on. `tiers()`: as `local` in `lookup`."""
+    return Call(lambda seq: messages.Subscribe(seq=seq, tiers=tiers()), _nothing, repeatable=True)
 
 
 def bye() -> Call[None]:
@@ -522,16 +522,17 @@ def verify(payloads: bool, disk: bool, repair: bool) -> Call[Audit]:
     )
 
 
-def snapshot(group: int, cursor: int, key_bytes: int) -> Call[tuple[U8Array, int]]:
+def snapshot(group: int, cursor: int, key_bytes: int, tier: Tier | None = None) -> Call[tuple[U8Array, int]]:
     """Requests some complete keys, u8 (keys, key_bytes), and the cursor for the next request; 0: those were the
-    last.
+    last. `tier`: where they are; None: anywhere on the host.
     """
     number, start = integer(group, "group"), integer(cursor, "cursor", CURSORS_END)
+    where = None if tier is None else integer(tier, "tier", Tier.DISK + 1)
 
     def parse(reply: messages.Listing, _boot_id: bytes) -> tuple[U8Array, int]:
         return unpack_keys(reply.keys, key_bytes), reply.cursor
 
-    return Call(lambda seq: messages.Snapshot(seq=seq, group=number, cursor=start), parse, repeatable=True)
+    return Call(lambda seq: messages.Snapshot(seq=seq, group=number, cursor=start, tier=where), parse, repeatable=True)
 
 
 def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:

@@ -212,7 +212,8 @@ class Connector:
             for registration in list(self.registrations):
                 yield from self.enroll(connection, registration, until)
             if self._events.subscribed:
-                yield from self.ask_on(connection, calls.subscribe(), until)
+                tiers = self._events.tiers and "event_tiers" in self.features
+                yield from self.ask_on(connection, calls.subscribe(lambda: tiers), until)
             if connection.ended.done:
                 raise ConnectionLostError("the daemon closed the connection after its greeting")
             connection.usable = self._connected_once = True

@@ -34,7 +34,7 @@ from kvoffloadd.errors import (
     RemoteError,
     UsageError,
 )
-from kvoffloadd.model import U8Array
+from kvoffloadd.model import Tier, U8Array
 from kvoffloadd.protocol.messages import TOKEN_BYTES, ClaimFigures, KeepHow, Limits
 
 R = TypeVar("R")
@@ -192,7 +192,9 @@ class ClientCore:
         return self._connector.features
 
     def retain(self, call: Call[R], until: float, feature: str = "retain") -> Gen[R]:
-        """Sends a request about claims. Raises UsageError if the daemon does not know it."""
+        """Sends a request that needs a feature, such as those about claims. Raises UsageError if the daemon does not
+        have it.
+        """
         if feature not in (yield from self._features(until)):
             raise UsageError(f"this daemon is older, and does not know `{feature}`: nothing was changed")
         return (yield from self.call(call, until))
@@ -300,15 +302,11 @@ class ClientCore:
             if not job.done:  # else it ended during the request
                 raise
 
-    def subscribe(self, until: float) -> Gen[None]:
-        """Subscribes to events, again after every reconnect."""
+    def subscribe(self, tiers: bool, until: float) -> Gen[None]:
+        """Subscribes to events, again after every reconnect. The first subscription decides about `tiers`."""
         if self.key_bytes and not self._events.subscribed:
-            self._events.subscribed = True  # before the reply, since events may come together with it
-            try:
-                yield from self.call(calls.subscribe(), until)
-            except RemoteError:
-                self._events.subscribed = False
-                raise
+            with self._events.subscribing(tiers=bool(tiers)):  # before the reply: events may come together with it
+                yield from self.call(calls.subscribe(self.asks("event_tiers", tiers)), until)
 
     def events(self, until: float) -> Gen[list[Event]]:
         """Returns the events so far; waits until `until` for the first if there is none."""
@@ -319,14 +317,19 @@ class ClientCore:
         yield Wait((self._events.news, *ended), until)
         return self._events.take()
 
-    def snapshot(self, group: int, until: float) -> Gen[U8Array]:
+    def snapshot(self, group: int, tier: Tier | None, until: float) -> Gen[U8Array]:
         """Returns all complete keys of a group."""
         pages, cursor = [], 0
         while True:
-            page, cursor = yield from self.call(calls.snapshot(group, cursor, self.key_bytes), until)
+            page, cursor = yield from self.snapshot_page(group, cursor, tier, until)
             pages.append(page)
             if cursor == 0:
                 return calls.join_pages(pages, self.key_bytes)
+
+    def snapshot_page(self, group: int, cursor: int, tier: Tier | None, until: float) -> Gen[tuple[U8Array, int]]:
+        """See `Client.snapshot_page`."""
+        call = calls.snapshot(group, cursor, self.key_bytes, tier)
+        return (yield from (self.call(call, until) if tier is None else self.retain(call, until, "event_tiers")))
 
     # --- jobs ----------------------------------------------------------------------------------------
 

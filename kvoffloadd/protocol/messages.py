@@ -47,6 +47,8 @@ CLAIM_NAME_CHARS_MAX = 128
 PREFETCH_WAIT_S_MAX = 60.0
 ClaimName = Annotated[str, msgspec.Meta(max_length=CLAIM_NAME_CHARS_MAX)]
 
+HostTier = Annotated[int, msgspec.Meta(ge=0, le=1)]
+
 IPC_HANDLE_BYTES = 64
 CHUNKS_BYTES_MAX = 8 * FDS_PER_FRAME_MAX
 SIGNALS_MAX = 256
@@ -473,18 +475,25 @@ class Verify(Request, frozen=True, tag="verify"):
     repair: bool = False
 
 
-class Subscribe(Request, frozen=True, tag="subscribe"):
-    """Starts to push `events` of the session's namespace."""
+class Subscribe(Request, frozen=True, tag="subscribe", omit_defaults=True):
+    """Starts to push `events` of the session's namespace. With `tiers` (only to daemons with the feature
+    `event_tiers`), they report for each tier of this host which keys come and go. Otherwise they report a key when the
+    first tier has it, and when the last one has it no more.
+    """
+
+    tiers: bool = False
 
 
-class Snapshot(Request, frozen=True, tag="snapshot"):
+class Snapshot(Request, frozen=True, tag="snapshot", omit_defaults=True):
     """Lists some of the complete keys of a group of the session's namespace. Start with `cursor` 0, and stop when the
-    reply has `cursor` 0. A key that is both in memory and on disk is listed twice.
+    reply has `cursor` 0. A key that is both in memory and on disk is listed twice. With `tier` (0: memory, 1: disk;
+    only to daemons with the feature `event_tiers`), lists the keys in that tier alone.
     """
 
     reply: ClassVar[str] = "listing"
     group: Small
     cursor: Count = 0
+    tier: HostTier | None = None
 
 
 class Bye(Request, frozen=True, tag="bye"):
@@ -671,12 +680,15 @@ class Ready(Push, frozen=True, tag="ready"):
     lease: Id = 0
 
 
-class Events(Push, frozen=True, tag="events"):
-    """Lists keys that became complete or were dropped, packed."""
+class Events(Push, frozen=True, tag="events", omit_defaults=True):
+    """Lists keys that became complete or were dropped, packed. `tier`: where, 0 in memory, 1 on disk; only to sessions
+    that have subscribed with `tiers`. Then memory and disk are independent of each other: a key may be in both.
+    """
 
     group: Small
     added: bytes
     removed: bytes
+    tier: HostTier | None = None
 
 
 class Gap(Push, frozen=True, tag="gap"):

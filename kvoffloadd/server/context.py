@@ -124,7 +124,7 @@ class Context:
         self.requested_clears = RequestedClears(self.clearings)
         self.quarantine = Quarantine(self.jobs, self.trusted_uids, self.fatal)
 
-        self.events = EventFeeds(self.cache.entries.events, self.turns)
+        self.events = EventFeeds(self.cache.entries.events.waiting, self.turns)
         # The delay lets a peer that waits for its replies send its next request first.
         self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
         self.cache.retention.clock = self.loop.time
@@ -210,6 +210,7 @@ class Context:
             "composition",
             "detach",
             "tiers",
+            "event_tiers",
             "local",
         ]
         return [*always, *(name for name, has in optional.items() if has)]

@@ -47,6 +47,11 @@ class Feed:
         """Whether there are no subscribers, and no events are left."""
         return not self.subscribers and self._steps is None and not self._waiting.waits(self._namespace)
 
+    def count(self) -> None:
+        """Records how many subscribers there are now, for those who make events."""
+        self._namespace.listeners = len(self.subscribers)
+        self._namespace.tier_listeners = sum(subscriber.tiers for subscriber in self.subscribers)
+
     def deliver(self) -> None:
         """Delivers the waiting events, over as many turns as necessary."""
         if self._steps is None and (
@@ -70,7 +75,8 @@ class Feed:
         while (event := self._waiting.take(self._namespace)) is not None:
             for encoded in _frames(event):
                 for subscriber in list(self.subscribers):
-                    subscriber.send(encoded)
+                    if subscriber.tiers == (event.tier is not None):
+                        subscriber.send(encoded)
                     yield
             yield
             self._tell_loss()
@@ -100,7 +106,7 @@ class EventFeeds:
         if feed is None:
             feed = self._feeds[namespace] = Feed(namespace, self._waiting, self._turns)
         feed.subscribers[subscription] = None
-        namespace.listeners = len(feed.subscribers)
+        feed.count()
         self._has_feeds.set()
 
     def leave(self, namespace: Namespace, subscription: Subscription) -> None:
@@ -108,7 +114,7 @@ class EventFeeds:
         feed = self._feeds.get(namespace)
         if feed is not None:
             feed.subscribers.pop(subscription, None)
-            namespace.listeners = len(feed.subscribers)
+            feed.count()
 
     async def run(self) -> None:
         """Delivers events during the daemon's lifetime."""
@@ -132,4 +138,5 @@ def _frames(event: Event) -> Iterator[Encoded]:
     step = KEYS_PER_EVENT * event.namespace.key_bytes
     for start in range(0, max(len(event.added), len(event.removed)), step):
         added, removed = event.added[start : start + step], event.removed[start : start + step]
-        yield Encoded.of(Events(group=event.group, added=added, removed=removed))
+        tier = None if event.tier is None else int(event.tier)
+        yield Encoded.of(Events(group=event.group, added=added, removed=removed, tier=tier))

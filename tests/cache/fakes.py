@@ -116,7 +116,7 @@ def make_keyspace(
 
 def events_of(cache: Cache) -> list[Event]:
     """Takes the waiting events of all namespaces, which then wait no longer."""
-    waiting = cache.entries.events
+    waiting = cache.entries.events.waiting
     return [e for namespace in cache.namespaces.values() for e in iter(partial(waiting.take, namespace), None)]
 
 

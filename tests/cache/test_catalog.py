@@ -444,3 +444,15 @@ def test_what_was_found_at_a_start_is_its_users_once_they_come(monkeypatch: pyte
     assert catalog.disk_keyspaces.open(name_of(5), 1) is None
     assert catalog.disk_keyspaces.open(name_of(5), 2) is not None
     assert [disk_keyspace.uid for disk_keyspace in catalog.disk_keyspaces.values()] == [1] * 5 + [2]
+
+
+def test_a_key_comes_once_when_its_last_part_does() -> None:
+    """And not when its records move."""
+    catalog = Catalog(100, 5)
+    came: list[list[int]] = []
+    catalog.on_complete = lambda _, rows: came.append(numbers_in(catalog.index.keys[rows]))
+    disk_keyspace = disk_keyspace_of(catalog, 0, parts=3)
+    put(catalog, disk_keyspace, 1, (7, 0, 1), (7, 1, 2), (8, 2, 3))
+    put(catalog, disk_keyspace, 1, (7, 2, 4), (8, 0, 5))
+    put(catalog, disk_keyspace, 2, (7, 0, 1), (7, 1, 2), (7, 2, 3))
+    assert came == [[], [7], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Outcome, Ref, SharedTensor, digest_layers
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
-from kvoffloadd.model import NO_BLOCK, U8Array
+from kvoffloadd.model import NO_BLOCK, Tier, U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import PREFIX, encode
 from kvoffloadd.protocol.unpacking import unpack
@@ -345,6 +346,36 @@ def test_events(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
     assert (events[0].added == keys).all()
     assert events[0].removed.shape == (0, 32)
     assert events[1] == EventGap()
+
+
+def test_events_of_tiers(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
+    """An older daemon is asked as before, and what it tells is of the whole."""
+    for features, asked in (((), {}), (("event_tiers",), {"tiers": True})):
+        greet_anew(client, fake, *features)
+        client._core._events.subscribed = False
+        client.subscribe(tiers=True)
+        message = fake.seen[-1][1]
+        assert msgspec.to_builtins(message) == {"type": "subscribe", "seq": message.seq, **asked}
+    client.events()
+    for tier in (None, 0, 1):
+        event = m.Events(group=2, added=keys.tobytes(), removed=b"", tier=tier)
+        fake.soon(partial(fake.peers[-1].say, event))
+        (heard,) = client.events(5.0)
+        assert heard.tier == (None if tier is None else Tier(tier))
+
+
+def test_the_keys_of_one_tier(client: Any, fake: FakeDaemon) -> None:
+    fake.held = {b"a" * 32, b"b" * 32}
+    with pytest.raises(UsageError, match="event_tiers"):
+        client.snapshot(0, tier=Tier.DISK)
+    assert not [tag for tag, _ in fake.seen if tag == "snapshot"]
+    greet_anew(client, fake, "event_tiers")
+    assert len(client.snapshot(0, tier=Tier.DISK)) == 2
+    assert client.snapshot_page(0, 1, tier=Tier.MEMORY)[1] == 0
+    client.snapshot_page(0)
+    assert [message.tier for tag, message in fake.seen if tag == "snapshot"] == [1, 1, 0, None]
+    with pytest.raises(UsageError, match="tier"):
+        client.snapshot(0, tier=Tier.REMOTE)
 
 
 def test_error_replies_tell_what_the_daemon_said(client: Any, fake: FakeDaemon) -> None:

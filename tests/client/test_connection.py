@@ -144,6 +144,19 @@ def test_everything_is_registered_again(client: Any, fake: FakeDaemon, caches: K
     assert client.wait(client.store(second, {0: (keys, np.arange(4))}), 5).outcome is Outcome.DONE
 
 
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_subscription_is_made_again_as_it_was(client: Any, fake: FakeDaemon, tiers: bool) -> None:
+    fake.features = ["event_tiers"]
+    for _ in range(2):
+        eof(fake)
+        fake_is_idle(fake)
+        client.subscribe(tiers=tiers)
+    eof(fake)
+    fake_is_idle(fake)
+    client.ping()
+    assert [message.tiers for tag, message in fake.seen if tag == "subscribe"] == [tiers] * 3
+
+
 def test_another_daemon_is_seen_by_its_boot_id(make_client: Any, path: str, caches: KvCache, keys: U8Array) -> None:
     with FakeDaemon(path) as first:
         client = make_client(path)

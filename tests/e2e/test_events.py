@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Client, EventGap, KeyEvents
+from kvoffloadd.client import Client, EventGap, KeyEvents, Tier
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from scripts.harness.wait import throughout
+from tests.e2e.disk import MIB, disk_settings, group_of, idle
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 from tests.e2e.test_parts import groups
 
@@ -168,3 +170,38 @@ def test_more_events_than_may_wait(standing: Start, seed: int) -> None:
     while (push := peer.receive()) is not None and push["type"] != "gap":
         found += len(push["added"]) // 32
     assert found < 600
+
+
+def test_a_subscriber_follows_memory_and_disk(standing: Start, tmp_path: Path, seed: int) -> None:
+    """Another who does not, on the same daemon, hears what there was to hear before."""
+    daemon = standing(*disk_settings((tmp_path / "disk", 64 * MIB)), memory="8MiB")
+    rank = daemon.welcome(Rank(daemon.socket, group_of(64 << 10)))
+    follower, plain = (daemon.welcome(Client(daemon.socket, namespace=NAMESPACE, role="observer")) for _ in range(2))
+    follower.subscribe(tiers=True)
+    plain.subscribe()
+    rng = np.random.default_rng(seed)
+    believed: dict[Tier | None, set[bytes]] = {tier: set() for tier in (Tier.MEMORY, Tier.DISK, None)}
+
+    def listen() -> None:
+        for event in follower.events(0.05) + plain.events(0.05):
+            assert isinstance(event, KeyEvents)
+            believed[event.tier] |= {key.tobytes() for key in event.added}
+            believed[event.tier] -= {key.tobytes() for key in event.removed}
+
+    def holds() -> dict[Tier | None, set[bytes]]:
+        return {tier: {key.tobytes() for key in follower.snapshot(0, tier=tier)} for tier in believed}
+
+    def agree() -> bool:
+        listen()
+        return believed == holds()
+
+    stored = [new_keys(rng, 32) for _ in range(8)]  # twice what memory has room for
+    for keys in stored:
+        rank.store_keys(keys)
+        idle(daemon)
+    until(agree, "all is told")
+    assert len(believed[Tier.DISK]) == len(believed[None]) == 256
+    assert 0 < len(believed[Tier.MEMORY]) < 256
+    rank.client.clear()
+    until(agree, "the clear is told")
+    assert believed == {Tier.MEMORY: set(), Tier.DISK: set(), None: set()}

@@ -11,6 +11,7 @@ import pytest
 
 from kvoffloadd.cache.memory.events import EVENT_BYTES, Event, WaitingEvents
 from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.model import Tier
 from kvoffloadd.protocol.connection import Encoded, encode
 from kvoffloadd.protocol.messages import Events
 from kvoffloadd.scheduling.steps import TURN_S
@@ -28,13 +29,17 @@ def namespace(uid: int = 1001, name: bytes = b"n") -> Namespace:
 class FakeSubscription:
     """Notes the events that it gets, and calls `hears` each time."""
 
-    def __init__(self, hears: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, hears: Callable[[], object] = lambda: None, *, tiers: bool = False) -> None:
         self.told: list[Any] = []
+        self.events: list[Events] = []
         self.missed = False
+        self.tiers = tiers
         self._hears = hears
 
     def send(self, event: Encoded) -> None:
         self.send_gap()
+        if isinstance(event.message, Events):
+            self.events.append(event.message)
         self._note(seen(event))
 
     def send_gap(self) -> None:
@@ -217,3 +222,19 @@ async def test_what_is_left_when_the_last_subscriber_goes_is_dropped() -> None:
     scene.join(space, again := FakeSubscription())
     await scene.tell([Event(space, 1, KEY, b"")])
     assert (session.told, again.told) == ([], [(1, KEY, b"")])
+
+
+async def test_who_follows_the_tiers_hears_of_them_and_others_of_the_whole() -> None:
+    scene, space = FeedScene(), namespace()
+    sessions = [FakeSubscription(), FakeSubscription(tiers=True)]
+    for session in sessions:
+        scene.join(space, session)
+    assert (space.listeners, space.tier_listeners) == (2, 1)
+    scene.waiting.lose(space)
+    await scene.tell([Event(space, 0, KEY, b"", tier) for tier in (None, Tier.DISK, Tier.MEMORY)])
+    assert sessions[0].told == ["gap", (0, KEY, b"")]
+    assert sessions[1].told == ["gap", (0, KEY, b""), (0, KEY, b"")]
+    assert [event.tier for event in sessions[0].events] == [None]
+    assert [event.tier for event in sessions[1].events] == [Tier.DISK, Tier.MEMORY]
+    scene.feeds.leave(space, sessions[1])  # type: ignore[arg-type]
+    assert (space.listeners, space.tier_listeners) == (1, 0)

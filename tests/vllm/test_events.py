@@ -13,6 +13,7 @@ import pytest
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
+from tests.e2e.disk import disk_settings, idle
 from tests.vllm.conftest import StartDaemon, StartEngine
 from tests.vllm.engine import Prompts, VllmEngine, by_connector, prompts
 
@@ -28,7 +29,8 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_KV_EVENTS_USE_INT_BL
 class ReplayingRouter:
     """Who has all that was published replayed, since a subscriber may miss the beginning.
 
-    `on_gpu`: every block that the engine has computed; `in_daemon`: what is offloaded now, by hash.
+    `on_gpu`: every block that the engine has computed; `in_daemon`: what is in the daemon's memory now, by hash;
+    `on_disk`: the same of its disks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,6 +46,7 @@ class ReplayingRouter:
         self._heard = 0
         self.on_gpu: set[bytes] = set()
         self.in_daemon: dict[bytes, dict[str, Any]] = {}
+        self.on_disk: dict[bytes, dict[str, Any]] = {}
         self.removed: list[bytes] = []
 
     def listen(self) -> None:
@@ -62,14 +65,20 @@ class ReplayingRouter:
         if event["type"] == "BlockStored" and event["medium"] == "GPU":
             self.on_gpu.update(hashes)
         elif event["type"] == "BlockStored":
-            assert event["medium"] == "CPU"
-            self.in_daemon.update(dict.fromkeys(hashes, event))
-        elif event["type"] == "BlockRemoved" and event["medium"] == "CPU":
-            self.removed += hashes
+            assert event["locality"] == "LOCAL"
+            self._tiers[event["medium"]].update(dict.fromkeys(hashes, event))
+        elif event["type"] == "BlockRemoved" and event["medium"] != "GPU":
+            if event["medium"] == "CPU":
+                self.removed += hashes
             for one in hashes:
-                self.in_daemon.pop(one, None)
+                self._tiers[event["medium"]].pop(one, None)
         elif event["type"] == "AllBlocksCleared":
             self.in_daemon.clear()
+            self.on_disk.clear()
+
+    @property
+    def _tiers(self) -> dict[str, dict[bytes, dict[str, Any]]]:
+        return {"CPU": self.in_daemon, "STORAGE": self.on_disk}
 
     def hears(self, fact: Callable[[], object], what: str) -> None:
         def heard() -> object:
@@ -154,3 +163,30 @@ def test_what_others_have_stored(
         return not router.in_daemon
 
     router.hears(nothing_left, "a daemon that is dead has nothing")
+
+
+def test_keys_on_disk_are_in_storage(
+    start_daemon: StartDaemon, start_engine: StartEngine, router: ReplayingRouter, asked: Prompts, tmp_path: Path
+) -> None:
+    """They are there beside memory, and alone after a restart of the daemon; with the blocks' tokens all the time."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 256 << 20)), memory="256MiB")
+    engine = start(start_engine, daemon, router, self_describing_kv_events=True)
+    every = COUNT * WHOLE * CHUNK // BLOCK
+    engine.generate(asked, max_tokens=1)
+    router.hears(lambda: len(router.in_daemon) == every, f"{every} blocks are stored")
+    idle(daemon)
+
+    def steps_until(fact: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            engine.generate(prompts(1, 1, 8), max_tokens=1)  # a step, in which the engine publishes
+            return fact()
+
+        router.hears(holds, what)
+
+    steps_until(lambda: router.on_disk.keys() >= router.in_daemon.keys() != set(), "they are on disk, too")
+    on_disk = set(router.on_disk)
+    assert all(event["token_ids"] for event in router.on_disk.values())
+    daemon.kill()
+    daemon.start()
+    steps_until(lambda: not router.in_daemon and router.on_disk.keys() == on_disk, "they are on disk alone")
+    assert all(event["token_ids"] for event in router.on_disk.values())

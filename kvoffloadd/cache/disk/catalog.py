@@ -57,6 +57,8 @@ class Catalog:
         # Called with keys that get rows, and with rows that are not used any more.
         self.on_insert: Callable[[DiskKeyspace, U64Array, U32Array], None] = lambda disk_keyspace, keys, rows: None
         self.on_drop: Callable[[U32Array], None] = lambda rows: None
+        # Called with the rows of keys that have become complete.
+        self.on_complete: Callable[[DiskKeyspace, U32Array], None] = lambda disk_keyspace, rows: None
         self._members: dict[int, list[U32Array]] = {}
         # By segment, pages of records that have their place there; of those whose keys were read; and of those whose
         # keys are claimed.
@@ -382,11 +384,13 @@ class Catalog:
         self.page[records] = pages
         self._count_places(records, +1)
         self.records += int(empty.sum())
-        touched = distinct(rows)
+        touched: U32Array = distinct(rows).astype(np.uint32)
         before = self.missing[touched] == 0
         count_down(self.missing, rows[empty])
-        disk_keyspace.keys += int((self.missing[touched] == 0).sum() - before.sum())
+        came = touched[(self.missing[touched] == 0) & ~before]
+        disk_keyspace.keys += len(came)
         self._members.setdefault(segment, []).append(records.astype(np.uint32))
+        self.on_complete(disk_keyspace, came)
 
     def _count_places(self, records: I64Array, sign: int) -> None:
         """Counts the places of these records, which have them now (+1), or are about to lose them (-1)."""

@@ -20,7 +20,7 @@ from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.config import DiskConfig
-from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, Tier, U32Array, U64Array
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.root import Root
@@ -45,6 +45,7 @@ class DiskContents:
         # The smallest record is a header and one page.
         records = sum(root.capacity_bytes for root in self.roots) // (2 * PAGE_BYTES) + 1
         self.catalog = Catalog(min(records, RECORDS_MAX), seed)
+        self.catalog.on_complete = self._came
         self._opened: WeakKeyDictionary[Keyspace, DiskKeyspace] = WeakKeyDictionary()
         self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that was opened last for it
         self._warned_uids: set[int] = set()  # users with too many disk keyspaces
@@ -70,6 +71,8 @@ class DiskContents:
             self.catalog.learn_sizes(disk_keyspace, np.arange(schema.parts), np.asarray(keyspace.part_bytes))
             self._opened[keyspace] = disk_keyspace
             self._keyspaces[disk_keyspace.id] = keyspace
+            if disk_keyspace.keys:
+                self.cache.entries.events.lose(namespace)
         elif namespace.uid not in self._warned_uids:
             self._warned_uids.add(namespace.uid)
             log.warning(
@@ -177,9 +180,13 @@ class DiskContents:
         ghosts, name = self.cache.entries.ghosts, disk_keyspace.name
         ghosts.went(name.fingerprint, ghosts.hash(name.group, keys), why)
 
+    # --- events ---
+
+    def _came(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
+        keyspace = self._keyspaces.get(disk_keyspace.id)
+        if keyspace is not None and keyspace.namespace.listeners:
+            self.cache.entries.events.changed(keyspace, self.catalog.index.keys[rows], Tier.DISK, added=True)
+
     def emit_removed(self, keyspace: Keyspace, keys: U64Array) -> None:
-        """Emits an event for those of these keys, removed from disk, that are not in memory either."""
-        held = self.cache.entries.find(keyspace, keys)
-        resident = held >= 0
-        resident[resident] = self.cache.entries.complete(held[resident])
-        self.cache.entries.emit_event(keyspace, keys[~resident], added=False)
+        """Reports that these keys are not on disk any more."""
+        self.cache.entries.events.changed(keyspace, keys, Tier.DISK, added=False)

@@ -83,12 +83,11 @@ class DiskTier(DiskContents):
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is None:
             return
-        index, listened = self.catalog.index, bool(keyspace.namespace.listeners)
-        left = index.keys[self.catalog.listing(disk_keyspace, 0, index.rows_end if listened else 0)]
+        if disk_keyspace.keys:
+            self.cache.entries.events.lose(keyspace.namespace)
         self.close_keyspace(keyspace)
         self.reopen_keyspace(keyspace)
         self.demotion.offer_again(keyspace)
-        self.emit_removed(keyspace, left)
 
     def reset(self, rows: U32Array) -> None:
         self.promotion.reset(rows)

@@ -36,7 +36,7 @@ from kvoffloadd.cache.memory.tierclaims import TierClaims
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.model import BoolArray, GroupSchema, I64Array, KeyState, U16Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, GroupSchema, I64Array, KeyState, Tier, U16Array, U32Array, U64Array
 from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class Cache:
 
     def attach_local(self, local: LocalTier) -> None:
         """Puts a tier of this host below memory; there can be only one."""
-        self.local = self.entries.local = local
+        self.local = local
+        self.entries.events.holders[Tier.DISK] = local.holds_keys
         self.attach(local)
 
     def sealed(self, parts: I64Array) -> None:
@@ -443,21 +444,21 @@ class Cache:
             below = self.local.namespaces() if self.local is not None else set()
             self.epochs.forget(self.namespaces.keys() | below)
 
-    def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
-        """Lists packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
-        local tier below come last. A retired keyspace has none.
+    def snapshot(self, keyspace: Keyspace, cursor: int, tier: int | None = None) -> tuple[bytes, int]:
+        """Lists packed complete keys from row `cursor` on: those in this `Tier`, or if it is None, in memory and then
+        on the local tier below. Returns them and the next cursor (0: the end). A retired keyspace has none.
         """
-        if keyspace.retired:
+        if keyspace.retired or (tier == Tier.DISK and self.local is None):
             return b"", 0
-        if self.local is not None and cursor >= _IN_LOCAL:
-            packed, after = self.local.snapshot(keyspace, cursor - _IN_LOCAL, SCAN_ROWS)
+        if self.local is not None and (cursor >= _IN_LOCAL or tier == Tier.DISK):
+            packed, after = self.local.snapshot(keyspace, cursor % _IN_LOCAL, SCAN_ROWS)
             return packed, after + _IN_LOCAL if after else 0
         rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
         after = cursor + SCAN_ROWS
         packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
         if after < self.entries.index.rows_end:
             return packed, after
-        return packed, 0 if self.local is None else _IN_LOCAL
+        return packed, 0 if self.local is None or tier == Tier.MEMORY else _IN_LOCAL
 
     def figures(self) -> dict[str, int]:
         """Returns counters and gauges, for `status`."""
@@ -469,6 +470,6 @@ class Cache:
             "slot_sizes": self.eviction.num_sizes,
             "slabs_taken_over": self.eviction.slabs_taken_over,
             "keys": len(self.entries.index),
-            "events_lost": self.entries.events.lost,
+            "events_lost": self.entries.events.waiting.lost,
             "index_bytes": self.entries.memory_bytes(),
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.model import Tier
 from kvoffloadd.scheduling.shares import share_left
 
 WAITING_BYTES_MAX = 128 << 20
@@ -21,12 +22,15 @@ EVENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """Reports that keys of one namespace and group became complete, or were removed."""
+    """Reports that keys of one namespace and group became complete, or were removed: in one tier, or for listeners that
+    do not follow the tiers, in this daemon.
+    """
 
     namespace: Namespace
     group: int
     added: bytes  # packed keys
     removed: bytes  # packed keys
+    tier: Tier | None = None
 
     @property
     def size(self) -> int:
@@ -70,6 +74,15 @@ class WaitingEvents:
             return
         queue.events.append(event)
         self._count(queue, event, event.size)
+
+    @changing
+    def lose(self, namespace: Namespace) -> None:
+        """Loses all waiting events of a namespace, and those of a change that happens now."""
+        queue = self._queues.setdefault(namespace, _EventQueue())
+        while queue.events:
+            self._remove(queue)
+            self.lost += 1
+        self._lose(queue)
 
     @changing
     def take(self, namespace: Namespace) -> Event | None:

@@ -15,18 +15,18 @@ import numpy as np
 from kvoffloadd.cache.memory.barren import BarrenBlocks
 from kvoffloadd.cache.memory.claimedkeys import ClaimedKeys
 from kvoffloadd.cache.memory.deferredtouches import DeferredTouches
-from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
-from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
+from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
+from kvoffloadd.cache.memory.tierevents import TierEvents
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
 from kvoffloadd.linux.sharedmem import reserve_array
-from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, Tier, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.native import loader
 from kvoffloadd.storage.memory import MemoryTier
 
@@ -66,7 +66,6 @@ class KeyTable:
         # Whether a key before it in its prompt was missing at the last request for it: then it can't be restored.
         self.lost: BoolArray = reserve_array((max_rows,), np.bool_)
         self.lower: list[LowerTier] = []
-        self.local: LocalTier | None = None
         self.num_retired = 0  # rows in state RETIRED
         self.keyspaces = Keyspaces()
         self.claimed = ClaimedKeys(max_rows, seed, lambda keyspace: int(keyspace.part_pages.sum()))
@@ -74,7 +73,7 @@ class KeyTable:
         self.uses = DeferredTouches(self.parts, self.first, self.lost, tier.touch, self.claimed, self.lower)
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
         self.barren = BarrenBlocks(self.keyspaces, self.parts.runs.max_records)
-        self.events = WaitingEvents()
+        self.events = TierEvents(self.holds_keys)
 
     # --- beginning ---
 
@@ -207,6 +206,13 @@ class KeyTable:
             state = self.parts.state[self.parts.run(self.first[rows[others[indices]]], width)]
             flags[others[indices]] = (state >= PartState.COMMITTED).any(axis=1)
         return flags
+
+    def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
+        """Returns which of the keys are complete in memory."""
+        rows = self.find(keyspace, keys)
+        held: BoolArray = rows >= 0
+        held[held] = self.complete(rows[held])
+        return held
 
     def in_flight(self, rows: I64Array | U32Array) -> BoolArray:
         """Returns whether a part of each key is reserved or being written."""
@@ -357,19 +363,7 @@ class KeyTable:
             else:
                 self.ghosts.went(fingerprint, hashes, why)
             for keyspace, indices in keyspaces if keyspaces[0][0].namespace.listeners else ():
-                changed = self.index.keys[rows[indices]]
-                # Keys of the local tier can be served both before and after the change.
-                if self.local is not None:
-                    changed = changed[~self.local.holds_keys(keyspace, changed)]
-                self.emit_event(keyspace, changed, added=added)
-
-    def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
-        """Queues an event for subscribed sessions: these keys can be served from now on, or no longer."""
-        if not len(keys):
-            return
-        packed = pack(keys, keyspace.namespace.key_bytes)
-        pair = (packed, b"") if added else (b"", packed)
-        self.events.put(Event(keyspace.namespace, keyspace.schema.group, *pair))
+                self.events.changed(keyspace, self.index.keys[rows[indices]], Tier.MEMORY, added=added)
 
     def packed(self, rows: U32Array, keyspace: Keyspace) -> bytes:
         """Returns the rows' keys packed, `key_bytes` each."""

@@ -145,6 +145,7 @@ class Namespace:
     keyspaces: dict[int, Keyspace] = field(default_factory=dict)  # by group
     sessions: int = 0
     listeners: int = 0  # sessions that are subscribed to its events
+    tier_listeners: int = 0  # those of them that follow each tier
     jobs: Progress = field(default_factory=Progress)  # stores and loads under way
     name: str = field(init=False)  # short, unique, and of harmless characters: from label and fingerprint
 

@@ -1,4 +1,5 @@
-"""The scheduler's second client of the daemon, for routers: a thread that learns which keys come and go.
+"""The scheduler's second client of the daemon, for routers: a thread that learns which keys come and go, in memory and
+on disk.
 
 It has a separate client, so that a long list never delays a lookup. Ownership: the thread alone has client and
 published keys; the scheduler's thread queues commands and takes news.
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffloadd.client import Client, Event, EventGap, KvCache
+from kvoffloadd.client import Client, Event, EventGap, KvCache, Tier
 from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.link import DaemonLink
 
@@ -34,13 +35,20 @@ expect.
 
 EXPECTED_MAX = 1 << 16
 
+TIERS = (Tier.MEMORY, Tier.DISK)
+Place = tuple[int, Tier]
+"""A group, and a tier in which the daemon has keys of it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class News:
-    """Keys of a group that can be loaded from now on, or, `removed`, no more. `generation`: of their names."""
+    """Keys of a group that can be loaded from this tier from now on, or, `removed`, no more. `generation`: of their
+    names.
+    """
 
     generation: int
     group: int
+    tier: Tier
     keys: list[bytes]
     removed: bool
 
@@ -48,8 +56,8 @@ class News:
 class PublishedKeys:
     """The keys that were published to routers of requests, so that none is published twice, or wrongly.
 
-    They are kept by group. Each key that is published as stored is published as removed once, when it goes or can't be
-    known any more.
+    They are kept by group and tier. Each key that is published as stored in a tier is published as removed from it
+    once, when it goes or can't be known any more.
 
     In generation 0 keys are published no matter which engine stored them. Later generations are unique to the engine:
     other keys have been named by others, or before the engine's reset, and their names do not show what the engine
@@ -58,16 +66,12 @@ class PublishedKeys:
 
     def __init__(self, groups: Sequence[int]) -> None:
         self.generation = 0
-        self._stored: dict[int, set[bytes]] = {group: set() for group in groups}
+        self.groups = tuple(groups)
+        self._stored: dict[Place, set[bytes]] = {(group, tier): set() for group in groups for tier in TIERS}
         self._expected: dict[tuple[int, bytes], None] = {}
         self._room = TOLD_MAX
 
-    @property
-    def groups(self) -> Sequence[int]:
-        """All groups."""
-        return tuple(self._stored)
-
-    def renew(self, generation: int) -> Iterator[tuple[int, list[bytes]]]:
+    def renew(self, generation: int) -> Iterator[tuple[Place, list[bytes]]]:
         """Starts a generation after the engine's reset. Yields all published keys, to publish as removed."""
         yield from self.forget()
         self._expected.clear()
@@ -80,41 +84,46 @@ class PublishedKeys:
             while len(self._expected) > EXPECTED_MAX:
                 del self._expected[next(iter(self._expected))]
 
-    def came(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
+    def came(self, place: Place, keys: Iterable[bytes]) -> list[bytes]:
         """Returns those of the keys to publish as stored."""
-        stored = self._stored.get(group)
+        stored = self._stored.get(place)
         if stored is None:
             return []
-        found = [key for key in keys if key not in stored and self._is_ours(group, key)][: self._room]
+        found = [key for key in keys if key not in stored and self._is_ours(place[0], key)][: self._room]
         stored.update(found)
         self._room -= len(found)
         return found
 
-    def went(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
+    def went(self, place: Place, keys: Iterable[bytes]) -> list[bytes]:
         """Returns those of the keys to publish as removed."""
-        stored = self._stored.get(group, set())
+        stored = self._stored.get(place, set())
         found = [key for key in keys if key in stored]
         stored.difference_update(found)
         self._room += len(found)
         return found
 
-    def intersection(self, group: int, keys: Iterable[bytes]) -> set[bytes]:
+    def intersection(self, place: Place, keys: Iterable[bytes]) -> set[bytes]:
         """Returns those of the keys that were published as stored."""
-        return self._stored.get(group, set()).intersection(keys)
+        return self._stored.get(place, set()).intersection(keys)
 
-    def amiss(self, group: int, there: set[bytes]) -> list[bytes]:
+    def amiss(self, place: Place, there: set[bytes]) -> list[bytes]:
         """Does what `went` does, for all keys that are not `there`."""
-        return self.went(group, self._stored.get(group, set()) - there)
+        return self.went(place, self._stored.get(place, set()) - there)
 
-    def forget(self) -> Iterator[tuple[int, list[bytes]]]:
+    def forget(self) -> Iterator[tuple[Place, list[bytes]]]:
         """Yields all published keys, to publish as removed, and as stored again if they turn out to be there."""
-        for group, stored in self._stored.items():
-            keys = self.went(group, list(stored))
-            self.expect(group, keys)
-            yield group, keys
+        for place, stored in self._stored.items():
+            keys = self.went(place, list(stored))
+            self.expect(place[0], keys)
+            yield place, keys
 
     def _is_ours(self, group: int, key: bytes) -> bool:
-        return not self.generation or self._expected.pop((group, key), 0) is None
+        """Returns whether the engine has stored this key. One that is published in another tier is its own: a key comes
+        to the second tier before it leaves the first.
+        """
+        if not self.generation or any(key in self._stored[group, tier] for tier in TIERS):
+            return True
+        return self._expected.pop((group, key), 0) is None
 
 
 class EventThread:
@@ -188,9 +197,9 @@ class EventThread:
             self._published.expect(group, keys)
 
     def _renew(self, generation: int) -> None:
-        for group, keys in self._published.renew(generation):
-            self._tell(group, keys, removed=True)
-        self._news.append(News(generation, 0, [], removed=True))  # no older news come any more
+        for place, keys in self._published.renew(generation):
+            self._tell(place, keys, removed=True)
+        self._news.append(News(generation, 0, Tier.MEMORY, [], removed=True))  # no older news come any more
 
     def _follow(self, client: Client) -> None:
         if self._gap:
@@ -201,42 +210,48 @@ class EventThread:
             self._take(event)
 
     def _catch_up(self, client: Client) -> None:
-        client.subscribe()  # before the list: keys that come or go meanwhile are reported after it
+        client.subscribe(tiers=True)  # before the list: keys that come or go meanwhile are reported after it
         self._gap = False
+        names_tiers = "event_tiers" in client.features
         for group in self._published.groups:
-            self._list(group, client)
+            for tier in TIERS:
+                self._list((group, tier), client, names_tiers=names_tiers)
 
-    def _list(self, group: int, client: Client) -> None:
-        """Lists keys page by page: a disk may hold more than are remembered here."""
+    def _list(self, place: Place, client: Client, *, names_tiers: bool) -> None:
+        """Lists keys page by page: a disk may hold more than are remembered here. An older daemon's are all listed as
+        in memory, as its events are.
+        """
+        group, tier = place
         there: set[bytes] = set()
-        cursor, last = 0, False
+        cursor, last = 0, tier != Tier.MEMORY and not names_tiers
         while not last:
-            page, cursor = client.snapshot_page(group, cursor)
+            page, cursor = client.snapshot_page(group, cursor, tier=tier if names_tiers else None)
             last = not cursor
             self._obey()
             keys = [key.tobytes() for key in page]
-            self._tell(group, self._published.came(group, keys), removed=False)
-            there |= self._published.intersection(group, keys)
-        self._tell(group, self._published.amiss(group, there), removed=True)
+            self._tell(place, self._published.came(place, keys), removed=False)
+            there |= self._published.intersection(place, keys)
+        self._tell(place, self._published.amiss(place, there), removed=True)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, EventGap):
             self._gap = True
             return
-        self._tell(event.group, self._published.went(event.group, map(bytes, event.removed)), removed=True)
-        self._tell(event.group, self._published.came(event.group, map(bytes, event.added)), removed=False)
+        place = (event.group, Tier.MEMORY if event.tier is None else event.tier)
+        self._tell(place, self._published.went(place, map(bytes, event.removed)), removed=True)
+        self._tell(place, self._published.came(place, map(bytes, event.added)), removed=False)
 
     def _lost(self) -> None:
         """Publishes everything as removed: there is no daemon, which the lookup thread logs, or the scheduler has not
         registered the groups yet.
         """
         self._gap = True
-        for group, keys in self._published.forget():
-            self._tell(group, keys, removed=True)
+        for place, keys in self._published.forget():
+            self._tell(place, keys, removed=True)
         self._closing.wait(self._link.retry_in_s)
 
-    def _tell(self, group: int, keys: list[bytes], *, removed: bool) -> None:
+    def _tell(self, place: Place, keys: list[bytes], *, removed: bool) -> None:
         for start in range(0, len(keys), _NEWS_KEYS):
             while len(self._news) >= _NEWS_MAX and not self._closing.is_set():
                 self._closing.wait(_ROOM_S)
-            self._news.append(News(self._published.generation, group, keys[start : start + _NEWS_KEYS], removed))
+            self._news.append(News(self._published.generation, *place, keys[start : start + _NEWS_KEYS], removed))

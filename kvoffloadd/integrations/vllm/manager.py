@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -62,6 +63,8 @@ _SOURCES: Mapping[int, CacheHitSource] = MappingProxyType(
         Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for remote stores
     }
 )
+
+_MEDIA: Mapping[int, Medium] = MappingProxyType({Tier.MEMORY: Medium.CPU, Tier.DISK: Medium.STORAGE})
 
 _CONNECTED = "vllm:kvoffloadd_connected"
 _LOOKED_UP = "vllm:kvoffloadd_looked_up_keys"
@@ -287,7 +290,7 @@ class KVOffloaddManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yields what can be loaded from now on, or no more: some of it, if there is much, and the rest in later steps.
 
-        Keys on disk alone count as in memory: they are loaded from there, and the daemon's events name no tiers.
+        vLLM keeps what it knows of a key until it is removed from all media: `removal_expected`.
         """
         if self._event_thread is None or not self._hash_bytes:
             return
@@ -300,11 +303,13 @@ class KVOffloaddManager(OffloadingManager):
             names = replace(self._names, generation=news.generation)
             named = (offload_key_of(key, news.group, names, self._hash_bytes) for key in news.keys)
             keys = [OffloadKey(key) for key in named if key is not None]
-            if former and self._stored_anew:
+            if former and self._stored_anew and news.tier == Tier.MEMORY:
                 # For the same hash vLLM has noted by now an event that it is about to report; it would forget that.
                 keys = [key for key in keys if key not in self._stored_anew]
             if keys:
-                yield OffloadingEvent(keys=keys, medium=Medium.CPU, removed=news.removed)
+                yield OffloadingEvent(
+                    keys, _MEDIA[news.tier], news.removed, locality=Locality.LOCAL, removal_expected=True
+                )
 
     # --- the ends ------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Subscription:
     push: Callable[[Push | Encoded], None]  # queues a message for the peer
     events_max: int  # frames that may wait in the outbox
     missed: bool = False  # events were dropped, and the peer has no notice yet
+    tiers: bool = False  # whether it follows each tier
 
     def send(self, event: Encoded) -> None:
         """Sends an event. If the peer reads too slowly, the event is dropped, and a `gap` follows later."""

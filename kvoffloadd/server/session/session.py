@@ -330,12 +330,13 @@ class Session:
     # --- events ---
 
     def _subscribe(self, message: m.Subscribe) -> m.Reply:
+        self._subscription.tiers = message.tiers
         self._context.events.join(self._own_namespace(), self._subscription)
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:
         self._outbox.check_crowd()
-        keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor)
+        keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor, message.tier)
         return m.Listing(seq=message.seq, keys=keys, cursor=cursor)
 
     # --- the end ---

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Client
+from kvoffloadd.client import Client, Tier
 from kvoffloadd.integrations.vllm import event_thread as watching
-from kvoffloadd.integrations.vllm.event_thread import EventThread, PublishedKeys
+from kvoffloadd.integrations.vllm.event_thread import TIERS, EventThread, PublishedKeys
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
@@ -33,20 +33,20 @@ class KeyListener:
 
     def __init__(self, event_thread: EventThread) -> None:
         self.event_thread = event_thread
-        self.believed: set[tuple[int, bytes]] = set()
+        self.believed: set[tuple[int, Tier, bytes]] = set()
         self.told = 0
         self.latest = 0
 
-    def believes(self, group: int, keys: Keys) -> bool:
-        return self.listen() == {(group, key.tobytes()) for key in keys}
+    def believes(self, group: int, keys: Keys, tiers: Collection[Tier] = (Tier.MEMORY,)) -> bool:
+        return self.listen() == {(group, tier, key.tobytes()) for key in keys for tier in tiers}
 
     def generation(self, number: int) -> bool:
         self.listen()
         return self.latest == number
 
-    def listen(self, most: int = 1 << 30) -> set[tuple[int, bytes]]:
+    def listen(self, most: int = 1 << 30) -> set[tuple[int, Tier, bytes]]:
         for news in self.event_thread.news(most):
-            named = {(news.group, key) for key in news.keys}
+            named = {(news.group, news.tier, key) for key in news.keys}
             assert news.generation >= self.latest
             self.latest = news.generation
             self.told += len(named)
@@ -76,13 +76,14 @@ def test_no_more_keys_are_remembered_than_there_is_room_for(monkeypatch: pytest.
     """Those beyond it are not published, and make room for nothing when they go."""
     monkeypatch.setattr(watching, "TOLD_MAX", 3)
     published = PublishedKeys([0, 1])
-    assert published.came(0, [b"a", b"b"]) == [b"a", b"b"]
-    assert published.came(1, [b"c", b"d"]) == [b"c"]
-    assert published.came(0, [b"e"]) == []
-    assert published.went(1, [b"d"]) == []
-    assert published.came(0, [b"e"]) == []
-    assert published.went(0, [b"a"]) == [b"a"]
-    assert published.came(0, [b"a", b"e"]) == [b"a"]
+    first, second = (0, Tier.MEMORY), (1, Tier.DISK)
+    assert published.came(first, [b"a", b"b"]) == [b"a", b"b"]
+    assert published.came(second, [b"c", b"d"]) == [b"c"]
+    assert published.came(first, [b"e"]) == []
+    assert published.went(second, [b"d"]) == []
+    assert published.came(first, [b"e"]) == []
+    assert published.went(first, [b"a"]) == [b"a"]
+    assert published.came(first, [b"a", b"e"]) == [b"a"]
 
 
 @pytest.mark.parametrize("where", ["events", "snapshot_page"])
@@ -93,10 +94,10 @@ def test_a_bug_is_no_end(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: p
     rank.store_keys(keys[:4])
     call, bugs = getattr(Client, where), [ZeroDivisionError("a bug")]
 
-    def fail_once(*arguments: Any) -> Any:
+    def fail_once(*arguments: Any, **options: Any) -> Any:
         if bugs:
             raise bugs.pop()
-        return call(*arguments)
+        return call(*arguments, **options)
 
     monkeypatch.setattr(Client, where, fail_once)
     router = KeyListener(line.event_thread())
@@ -112,14 +113,14 @@ def test_a_daemon_that_dies(start_daemon: Start, lines: Make, keys: Keys, tmp_pa
     line = lines(daemon)
     line.rank().store_keys(keys, 1)
     router = KeyListener(line.event_thread())
-    until(lambda: router.believes(1, keys), "it is told")
+    until(lambda: router.believes(1, keys, list(TIERS)), "it is told, in both tiers")
     idle(daemon)
     daemon.leave_guests()
     daemon.kill()
     until(lambda: router.believes(1, keys[:0]), "the death is told")
     daemon.start()
     line.rank()  # who registers the groups
-    until(lambda: router.believes(1, keys), "what is on disk is told")
+    until(lambda: router.believes(1, keys, [Tier.DISK]), "what is on disk is told")
 
 
 def test_after_a_reset_only_the_engines_own(daemon: Daemon, lines: Make, keys: Keys) -> None:
