@@ -17,10 +17,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kvoffloadd import checks, socketpath
+from kvoffloadd import checks, quotalimits, socketpath
 from kvoffloadd.agentwire.storeurl import split_store_url
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.quotalimits import QuotaLimits
 from kvoffloadd.suggestion import did_you_mean
 from kvoffloadd.units import BYTES_MAX
 
@@ -201,6 +202,14 @@ class RetainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotasConfig:
+    """What keys of a user, or of namespaces, may take: see `kvoffloadd.cache.memory.quotas`."""
+
+    users: tuple[QuotaLimits, ...] = _key((), quotalimits.of_users, live=True)
+    namespaces: tuple[QuotaLimits, ...] = _key((), quotalimits.of_namespaces, live=True)
+
+
+@dataclass(frozen=True, slots=True)
 class CopyConfig:
     """The way in which jobs move bytes."""
 
@@ -282,6 +291,7 @@ class Config:
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
     valkey: ValkeyConfig = field(default_factory=ValkeyConfig)
     retain: RetainConfig = field(default_factory=RetainConfig)
+    quotas: QuotasConfig = field(default_factory=QuotasConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
     cuda: CudaConfig = field(default_factory=CudaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -298,6 +308,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "mooncake": MooncakeConfig,
         "valkey": ValkeyConfig,
         "retain": RetainConfig,
+        "quotas": QuotasConfig,
         "copy": CopyConfig,
         "cuda": CudaConfig,
         "limits": LimitsConfig,
@@ -491,6 +502,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         if nobody in uids:
             yield f"{key}: {nobody} {socketpath.STANDS_FOR_MANY}: map the user that you mean, and list its number here"
     yield from _remote_contradictions(config)
+    yield from quotalimits.contradictions([*config.quotas.users, *config.quotas.namespaces], memory.capacity_bytes)
     # As written, without asking the file system: a link between roots is found when the second root meets the first's
     # lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]

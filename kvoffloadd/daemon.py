@@ -27,6 +27,7 @@ from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
+from kvoffloadd.cache.memory.requeue import change_quotas
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.cache.policy.base import Clock
@@ -60,7 +61,7 @@ from kvoffloadd.server.context import Context
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.peers.account import Accounts, caps
 from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
-from kvoffloadd.server.reload import Reload
+from kvoffloadd.server.reload import Reload, adapt
 from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
@@ -313,6 +314,7 @@ class Daemon:
         """Takes over what earlier runs left on disk and in memory."""
         await self._take_over_keys(context)
         await context.claims.restore()
+        await in_turns(change_quotas(context.cache, self._config.quotas))
         if context.remote is not None:
             context.remote.start(context.spawn)
 
@@ -347,7 +349,6 @@ class Daemon:
         threading.Thread(target=self._prefault, args=(loop, tier), name="kvo-prefault", daemon=True).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY, clock=Clock())
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
-        cache.entries.keyspaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         trusted, copy = {0, os.getuid()}, config.copy
         cache.entries.held.trusted = trusted
@@ -364,7 +365,7 @@ class Daemon:
         boot_id = secrets.token_bytes(16)
         remote = self._make_remote(cache, disk, loop, hash_lane, boot_id) if config.remote.engine else None
         lower = LowerTiers(disk, remote) if disk or remote else None
-        cache.retention.change_shares(config.retain.memory_share, config.retain.disk_share)
+        adapt(cache, config)
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop, trusted)
         context = Context(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kvoffloadd import checks, config, socketpath
 from kvoffloadd.cli.report import config_text
 from kvoffloadd.errors import ConfigError
+from kvoffloadd.quotalimits import QuotaLimits
 from kvoffloadd.units import BYTES_MAX, format_bytes, format_path, format_seconds, parse_bytes
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
@@ -631,3 +632,61 @@ def test_what_other_hosts_can_reach_is_said(text: str, reached: bool) -> None:
     said = list(config.exposures(config.load(None, {"metrics.listen": text})))
     assert len(said) == reached
     assert all(text in one and "without a password" in one and "a firewall or a NetworkPolicy" in one for one in said)
+
+
+# --- quotas -------------------------------------------------------------------------------------------
+
+QUOTAS = """
+[quotas.users.root]
+memory_min_bytes = "1GiB"
+memory_max_bytes = "2GiB"
+[quotas.users.1000]
+memory_max_bytes = 4096
+[quotas.namespaces."llama-70b#*"]
+memory_min_bytes = "512MiB"
+"""
+
+
+def test_quotas_are_read_and_shown(tmp_path: Path) -> None:
+    loaded = config.load(write(tmp_path, QUOTAS))
+    assert loaded.quotas.users == (QuotaLimits("0", GIB, 2 * GIB), QuotaLimits("1000", 0, 4096))
+    assert loaded.quotas.namespaces == (QuotaLimits("llama-70b#*", 512 * MIB),)
+    assert config.load(write(tmp_path, config_text(loaded))) == loaded
+    assert str(loaded.quotas.users[1]) == "1000 (memory_max_bytes 4 KiB)"
+    waits = config.reloaded(loaded, config.load(None))
+    assert [line.partition(":")[0] for line in waits[1]][-2:] == ["quotas.users", "quotas.namespaces"]
+    assert "quotas.users" not in waits[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("users", "7", 'must be tables, like [quotas.users.alice] with memory_max_bytes = "8GiB"'),
+        ("users", "{root = 7}", "must be tables, like"),
+        ("users", '{no-such-user = {memory_max_bytes = "1GiB"}}', '"no-such-user" is no user of this machine'),
+        ("users", '{4294967295 = {memory_max_bytes = "1GiB"}}', '"4294967295" contains 4294967295, which is neither'),
+        ("users", '{root = {memory_max_bytes = "1GiB"}, 0 = {memory_max_bytes = "1GiB"}}', '"0" is the same user as'),
+        ("users", "{root = {}}", '"root" has no limits; known are memory_min_bytes, memory_max_bytes'),
+        ("users", '{root = {memory_maximum_bytes = "1GiB"}}', "did you mean memory_max_bytes?"),
+        ("users", "{root = {memory_max_bytes = 0}}", '"root" memory_max_bytes must be from 4 KiB'),
+        ("namespaces", '{"a*" = {memory_min_bytes = "1GB"}}', '"a*" memory_min_bytes has the unknown unit "GB"'),
+        (
+            "namespaces",
+            '{"a*" = {memory_min_bytes = "2GiB", memory_max_bytes = "1GiB"}}',
+            '"a*" has the memory_min_bytes 2 GiB, more than its memory_max_bytes, 1 GiB',
+        ),
+    ],
+)
+def test_a_wrong_quota_is_refused(tmp_path: Path, key: str, text: str, reason: str) -> None:
+    heading, problem = problems(write(tmp_path, f"[quotas]\n{key} = {text}\n"))
+    assert heading.endswith(": 1 problem:")
+    assert problem.startswith(f"  line 2: quotas.{key} = ") and reason in problem
+
+
+def test_all_minimums_together_fit_into_memory(tmp_path: Path) -> None:
+    text = QUOTAS + '[memory]\ncapacity_bytes = "1.5GiB"\n'
+    assert config.load(write(tmp_path, text)).memory.capacity_bytes == 1536 * MIB
+    (_, problem) = problems(write(tmp_path, text.replace("1.5GiB", "1.25GiB")))
+    assert problem.strip() == (
+        "quotas: all memory_min_bytes together are 1.50 GiB, more than memory.capacity_bytes, 1.25 GiB"
+    )

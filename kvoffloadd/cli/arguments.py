@@ -254,9 +254,9 @@ ENGINES = ("any", "vllm", "sglang")
 """The engines that `plan` supports."""
 
 SECTIONS = (
-    "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "retention", "clears", "transfers",
-    "running", "leases", "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server", "open_sessions",
-    "sessions", "accounts", "loop",
+    "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "retention", "quotas", "clears",
+    "transfers", "running", "leases", "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server",
+    "open_sessions", "sessions", "accounts", "loop",
 )  # fmt: skip
 """The sections of `status`. `daemon` has the figures that belong to no other one."""
 

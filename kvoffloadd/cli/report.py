@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvoffloadd.config import Config, DiskRoot
 from kvoffloadd.log import printable
+from kvoffloadd.quotalimits import QuotaLimits
 from kvoffloadd.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -115,6 +116,21 @@ class ProgressLine:
         return f"{self._label}: {done / total:.0%} of {self._unit(total)}, {speed}/s, {format_seconds(lasted_s)}"
 
 
+def quota_name(quota: Mapping[str, Any]) -> str:
+    """Returns whose a quota in a status is."""
+    return f"{'uid' if quota['kind'] == 'user' else quota['kind']} {quota['name']}"
+
+
+def quota_use(quota: Mapping[str, Any]) -> str:
+    """Returns what is used of a quota in a status, and what it grants."""
+    limits = [
+        f"{word} {format_bytes(quota[key])}"
+        for word, key in (("at least", "memory_min_bytes"), ("at most", "memory_max_bytes"))
+        if quota[key]
+    ]
+    return f"{format_bytes(quota['memory_bytes'])} of {' and '.join(limits) or 'any'}"
+
+
 def config_text(config: Config) -> str:
     """Returns the config as TOML that `config.load` reads back to an equal one; comments next to sizes explain them."""
     sections = []
@@ -131,6 +147,8 @@ def _config_line(name: str, value: object) -> str:
         return f"{name} = 0o{value:o}"
     if name == "roots" and isinstance(value, tuple) and value:
         return "\n".join([f"{name} = [", *(_root_line(root) for root in value), "]"])
+    if name in ("users", "namespaces") and isinstance(value, tuple):
+        return f"{name} = {{{', '.join(_quota_table(limits) for limits in value)}}}"
     if isinstance(value, Path) or value is None:
         value = str(value or "")
     sized = name.endswith(("_bytes", "_bytes_per_s"))
@@ -141,3 +159,10 @@ def _config_line(name: str, value: object) -> str:
 def _root_line(root: DiskRoot) -> str:
     path = json.dumps(str(root.path), ensure_ascii=False)
     return f"    {{ path = {path}, capacity = {root.capacity_bytes} }},  # {format_bytes(root.capacity_bytes)}"
+
+
+def _quota_table(limits: QuotaLimits) -> str:
+    """Returns a quota as one entry of an inline table."""
+    sizes = {key: size for key, size in dataclasses.asdict(limits).items() if key != "name" and size}
+    chosen = ", ".join(f"{key} = {size}" for key, size in (sizes or {"memory_min_bytes": 0}).items())
+    return f"{json.dumps(limits.name, ensure_ascii=False)} = {{ {chosen} }}"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.cli.report import format_value, open_console
+from kvoffloadd.cli.report import format_value, open_console, quota_name, quota_use
 from kvoffloadd.cli.top.frame import History, figures
 from kvoffloadd.log import printable
 from kvoffloadd.units import format_bytes
@@ -56,6 +56,8 @@ def summary(status: Values) -> Iterator[str]:
     yield _line("ceiling", _ceiling(shown["lookups"]))
     memory, *below = shown["tiers"]
     yield _line("memory", _fullness(memory) + ("" if _sees_all(status) else " by this user"))
+    for quota in shown["quotas"]:
+        yield f"  {quota_name(quota)}  {quota_use(quota)}"
     yield _line("disk", _disk(status, below))
     yield _line("engines", _engines(shown["instances"], status["namespaces"]))
     if status["draining"]:

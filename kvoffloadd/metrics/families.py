@@ -7,7 +7,7 @@ lanes, devices and disk roots; never anything of a key.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -153,6 +153,23 @@ def _memory(status: Status) -> Iterator[Metric]:
     ):
         yield _counter(name, text, _one(cache[key]))
     yield from _retention(status["retention"])
+    yield from _quotas(status["quotas"])
+
+
+def _quotas(quotas: Sequence[Status]) -> Iterator[Metric]:
+    def each(key: str) -> Samples:
+        return [((row["kind"], row["name"]), row[key]) for row in quotas]
+
+    for what, text in (
+        ("bytes", "Memory that the keys under a quota take."),
+        ("min_bytes", "Memory that others do not take from the keys under a quota."),
+        ("max_bytes", "The most memory that the keys under a quota may take; 0 if there is no maximum."),
+    ):
+        yield _gauge(f"quota_{what}", text, each(f"memory_{what}"), "kind", "name")
+    text = "Keys that went for others under the same quota."
+    yield _counter("quota_evicted_keys", text, each("keys_evicted"), "kind", "name")
+    text = "Keys that were not stored, since their quota had no room for them."
+    yield _counter("quota_refused_keys", text, each("keys_refused"), "kind", "name")
 
 
 def _retention(retention: Mapping[str, int]) -> Iterator[Metric]:

@@ -9,13 +9,22 @@ from collections.abc import Callable
 import aiofiles.os
 
 from kvoffloadd import log as logs
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.requeue import change_quotas
 from kvoffloadd.config import Config, reloaded, remarks
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.linux.systemd import Systemd
+from kvoffloadd.scheduling.steps import in_turns
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.peers.account import caps
 
 log = logging.getLogger(__name__)
+
+
+def adapt(cache: Cache, config: Config) -> None:
+    """Sets what the cache takes from the config at the start and at each reload; quotas come in steps of their own."""
+    cache.entries.keyspaces.groups_max = config.limits.groups
+    cache.retention.change_shares(config.retain.memory_share, config.retain.disk_share)
 
 
 class Reload:
@@ -56,8 +65,9 @@ class Reload:
         was = context.config
         context.config, changed, waiting = reloaded(was, config)
         context.accounts.change(caps(context.config.limits))
-        context.cache.entries.keyspaces.groups_max = context.config.limits.groups
-        context.cache.retention.change_shares(context.config.retain.memory_share, context.config.retain.disk_share)
+        adapt(context.cache, context.config)
+        if context.config.quotas != was.quotas:
+            context.spawn(in_turns(change_quotas(context.cache, context.config.quotas)))
         self._check_peers()
         if context.config.log != was.log:
             logs.setup(context.config.log)

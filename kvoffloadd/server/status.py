@@ -61,6 +61,7 @@ def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
         lanes = _lanes(context)
         figures = yield from _each(list(lanes.values()), lambda lane: lane.figures())
         report["lanes"] = dict(zip(lanes, figures, strict=True))
+    report["quotas"] = context.cache.entries.keyspaces.quotas.figures(uid)
     report["leases"] = asdict(context.instances.held(uid))
     report["loop"] = context.lag.figures()
     report["accounts"] = _accounts(context, uid)

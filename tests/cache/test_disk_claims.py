@@ -243,7 +243,7 @@ async def test_random_claims_agree_with_the_catalog(open_tier: Open, seed: int) 
             await tier.clear(keyspace.namespace)
         assert tier.audit() == []
         claims = tier.disk.claims
-        assert claims.claimed.pages_of_user(0) <= claims.budget_pages
+        assert claims.claimed.pages_of_user(0) <= claims.budget_pages(0)
         for number, own in enumerate(keyspaces):
             disk_keyspace = tier.disk.of(own.namespace.keyspaces[0])
             if disk_keyspace is None:

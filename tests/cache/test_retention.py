@@ -903,8 +903,8 @@ class AnyOrder(RuleBasedStateMachine):
         asyncio.run(self.saver.restore())
         self.cache.retention.expire()
         self.wishes = [wish for wish in self.wishes if wish.claim.is_in_force and wish.ends_s > self.clock.now_s]
-        if (
-            not self.cache.retention.memory.budget_pages
+        if not self.cache.retention.memory.budget_pages(
+            0
         ):  # a share of nothing is given to no claim, even of keys to come
             self.wishes.clear()
         found = {claim.number: claim for claim in self.cache.retention.claims}
@@ -924,7 +924,7 @@ class AnyOrder(RuleBasedStateMachine):
     def no_user_has_more_than_the_share(self) -> None:
         if hasattr(self, "cache"):
             for uid in (0, 1000):
-                assert self.cache.entries.claimed.pages_of_user(uid) <= self.cache.retention.memory.budget_pages
+                assert self.cache.entries.claimed.pages_of_user(uid) <= self.cache.retention.memory.budget_pages(uid)
 
     @invariant()
     def no_claim_outlives_its_end_and_none_is_missing(self) -> None:

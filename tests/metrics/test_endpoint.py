@@ -70,6 +70,7 @@ def small() -> dict[str, Any]:
         "memory": {f"{use}_bytes": 0 for use in ("capacity", "used", "free", "unassigned", "tail")},
         "cache": dict.fromkeys(cache, 0), "transfers": {"store": counters, "load": counters},
         "retention": dict.fromkeys(retention, 0),
+        "quotas": [],
         "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
         "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
         "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},

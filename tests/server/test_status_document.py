@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_every_key_is_explained_and_every_explained_key_exists(
 ) -> None:
     disk = f'disk.roots=[{{ path = "{tmp_path / "disk"}", capacity = "16MiB" }}]'
     store = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}")
-    daemon = start_daemon(disk, "disk.min_free_bytes=0", *store, faults=hold.fault)
+    quotas = f'quotas.users={{{os.getuid()} = {{ memory_max_bytes = "16MiB" }}}}'
+    daemon = start_daemon(disk, "disk.min_free_bytes=0", *store, quotas, faults=hold.fault)
     rank: Rank = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(np.random.default_rng(seed), 2)
     rank.client.pin({0: keys})

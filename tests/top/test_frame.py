@@ -93,6 +93,12 @@ def test_without_a_disk() -> None:
     assert (shown["roots"], shown["backlog_bytes"], shown["throughput"]["promote"]["bytes_per_s"]) == ([], 0, 0)
 
 
+def test_quotas_are_passed_on_and_an_older_daemon_has_none() -> None:
+    row = {"kind": "user", "name": "0", "memory_bytes": 5}
+    assert figures(later(quotas=[row]))["quotas"] == [row]
+    assert figures(later())["quotas"] == []
+
+
 def test_what_is_claimed_of_each_tier_and_nothing_from_an_older_daemon() -> None:
     claims = {"memory_bytes": 5, "disk_bytes": 7}
     assert [tier["claimed_bytes"] for tier in figures(later(retention=claims))["tiers"]] == [5, 7]

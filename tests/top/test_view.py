@@ -137,6 +137,16 @@ def test_a_spark_shows_the_newest_on_the_right() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
+def test_quotas_are_shown_if_there_are_any(width: int) -> None:
+    row = {"kind": "user", "name": "1000", "memory_bytes": 7 << 30, "memory_min_bytes": 1 << 30, "memory_max_bytes": 0}
+    pattern = {**row, "kind": "namespace", "name": "llama*", "memory_min_bytes": 0, "memory_max_bytes": 14 << 30}
+    shown = words(picture(width, quotas=[row, pattern]))
+    assert "uid 1000" in shown and "7 GiB of at least 1 GiB" in shown
+    assert "namespace llama*" in shown and "50 % 7 GiB of at most 14 GiB" in " ".join(shown.split())
+    assert "quotas" not in words(picture(width))
+
+
+@pytest.mark.parametrize("width", [80, 200])
 def test_what_is_claimed_is_shown_if_anything_is(width: int) -> None:
     claims = {"memory_bytes": 12 << 30, "disk_bytes": 0}
     lines = [line for line in picture(width, retention=claims) if "claimed" in line]

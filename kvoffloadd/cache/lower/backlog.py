@@ -190,8 +190,8 @@ class Backlog:
     def look_ahead(self) -> None:
         """Offers the next victims of the memory tier."""
         tier, eviction = self._cache.tier, self._cache.eviction
-        for size in {size for _, size in eviction.queues}:
-            queues = [queue for (_, of_size), queue in eviction.queues.items() if of_size == size]
+        for size in {place.size for place in eviction.queues}:
+            queues = [queue for place, queue in eviction.queues.items() if place.size == size]
             # Counts the keys' present slots, not their maximum.
             num_keys = sum(len(queue.policy) for queue in queues)
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, num_keys))

@@ -136,13 +136,21 @@ def _check_spaces(cache: Cache) -> list[str]:
 
 def _check_bytes(entries: KeyTable) -> list[str]:
     end = 1 + max(entries.keyspaces, default=0)
-    committed = entries.parts.state[: entries.parts.runs.used] >= PartState.COMMITTED
+    state = entries.parts.state[: entries.parts.runs.used]
+    committed, taken = state >= PartState.COMMITTED, state != PartState.EMPTY
+    taken_pages = _of_keyspaces(entries, end, taken, lambda keyspace: keyspace.part_pages.tolist()).tolist()
     held_bytes = _of_keyspaces(entries, end, committed, lambda keyspace: keyspace.part_bytes).tolist()
-    return [
+    findings = [
         f"space {keyspace.id}: {held_bytes[keyspace.id]} bytes committed, counted {keyspace.bytes}"
         for keyspace in list(entries.keyspaces.values())
         if held_bytes[keyspace.id] != keyspace.bytes
     ]
+    findings += [
+        f"space {keyspace.id}: {taken_pages[keyspace.id]} pages of slots taken, counted {keyspace.taken_pages}"
+        for keyspace in list(entries.keyspaces.values())
+        if taken_pages[keyspace.id] != keyspace.taken_pages
+    ]
+    return findings + entries.keyspaces.quotas.check(entries.keyspaces)
 
 
 def _check_held(entries: KeyTable) -> list[str]:

@@ -29,6 +29,7 @@ from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.namespaces import Namespaces
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.quotaroom import QuotaRoom
 from kvoffloadd.cache.memory.recordreclaim import RecordReclaim
 from kvoffloadd.cache.memory.retention import Retention
 from kvoffloadd.cache.memory.savedstate import pack_state
@@ -87,8 +88,10 @@ class Cache:
         self.tier = tier
         self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
-        self.scarcity = RecordReclaim(self.entries, self.eviction.drop)
+        self.scarcity = RecordReclaim(self.entries, self.eviction.drop, self.eviction.displaceable)
         memory = TierClaims(self.eviction, self.entries.claimed, share=0.0)
+        memory.most_of = self.entries.keyspaces.quotas.most_of
+        self.quota_room = QuotaRoom(self.entries, self.eviction, memory)
         self.entries.on_claimed = memory.rows_came
         self.eviction.last_resort = memory.victims
         self.retention = Retention(memory)

@@ -6,13 +6,16 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.cache.memory.index import distinct, first_of_each
 from kvoffloadd.cache.memory.keytable import KeyTable, RowState
-from kvoffloadd.cache.memory.namespace import Keyspace, Queue
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.quota import UNBOUNDED, Quota
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.policy.selection import IN_USE_MAX
 from kvoffloadd.errors import LimitError
@@ -35,7 +38,8 @@ number of keys, is paid once for many stores.
 """
 QUEUES_MAX, QUEUES_PER_USER = 64, 16
 """The maximum number of queues. Each takes memory and mappings. Engines have few slot sizes. Beyond the limits, a new
-size shares the user's queue with the nearest size, and a new user shares a queue of another user.
+size shares the user's queue with the nearest size, and a new user shares a queue of another user. What a quota counts
+shares no queue with other keys: the first queue there comes on top.
 """
 TAKEOVER_GAIN = 1.25
 """A slab changes hands only if its keys are worth less by this factor, since a takeover evicts more than is
@@ -54,6 +58,16 @@ queue that had the least valuable key the last time.
 """
 
 
+class Place(NamedTuple):
+    """What has a queue of its own: a user's keys with slots of this size, in pages, and among them those of the
+    namespaces that match the pattern of a quota.
+    """
+
+    uid: int
+    size: int
+    pattern: str = ""
+
+
 class Eviction:
     """Keeps queues by user and slot size, and the balance between them.
 
@@ -67,9 +81,11 @@ class Eviction:
     def __init__(self, entries: KeyTable, make_policy: Callable[[int, int], Policy]) -> None:
         self._entries = entries
         self._tier = entries.tier
+        # Returns those of some rows, in order, that may all go together for the keys that ask for room now.
+        self.displaceable = partial(displaceable, entries)
         self._make_policy = make_policy
         self.sizes: Counter[int] = Counter()
-        self.queues: dict[tuple[int, int], Queue] = {}  # by user and slot size in pages
+        self.queues: dict[Place, Queue] = {}
         # Whether a policy may have set rows aside that no claim keeps: without any, `readmit` does nothing.
         self.any_aside = False
         # Called where nothing else is left: returns claimed rows to evict, of those that pass, up to a number.
@@ -84,8 +100,8 @@ class Eviction:
         self._cheapest: Queue | None = None
         self._evicted_since: dict[int, int] = {}  # slots, by size, since a judgment found no slab to take
 
-    def prepare(self, uid: int, groups: Iterable[Sequence[int]]) -> None:
-        """Makes the missing queues for this user's groups, which have parts with payloads of these sizes, so that
+    def prepare(self, namespace: Namespace, groups: Iterable[Sequence[int]]) -> None:
+        """Makes the missing queues for this namespace's groups, which have parts with payloads of these sizes, so that
         `admit` needs no memory. Raises LimitError if there is no memory; nothing that matters has changed then.
         """
         self.queues = {place: queue for place, queue in self.queues.items() if queue.num_spaces}
@@ -94,10 +110,10 @@ class Eviction:
         try:
             for sizes in groups:
                 pages = [slot_pages(size) for size in sizes]
-                if (place := self._queue_place(uid, pages[0])) not in self.queues:
+                if (place := self._queue_place(namespace, pages[0])) not in self.queues:
                     capacity_rows = max(1, self._tier.num_pages // sum(pages))
                     policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
-                    self.queues[place] = Queue(policy, self.sizes)
+                    self.queues[place] = Queue(policy, self.sizes, self._entries.keyspaces.quotas.of(namespace))
         except MemoryError as error:
             raise LimitError(f"the daemon gets no memory for tables of keys of another size: {error}") from None
 
@@ -107,9 +123,8 @@ class Eviction:
         """
         known, before = list(known), self.num_sizes
         if keyspace.queue is None:
-            uid = keyspace.namespace.uid
-            if (place := self._queue_place(uid, slot_pages(known[0]))) not in self.queues:
-                self.prepare(uid, [known])
+            if (place := self._queue_place(keyspace.namespace, slot_pages(known[0]))) not in self.queues:
+                self.prepare(keyspace.namespace, [known])
             keyspace.queue = self.queues[place]
             keyspace.queue.join(keyspace)
         keyspace.queue.add_parts(keyspace, known)
@@ -121,12 +136,16 @@ class Eviction:
                 ", ".join(str(pages * PAGE_BYTES) for pages in sorted(self.sizes)),
             )  # fmt: skip
 
-    def _queue_place(self, uid: int, size: int) -> tuple[int, int]:
-        """Returns the queue for this user's keys that have a first slot of this size."""
-        num_own = sum(owner == uid for owner, _ in self.queues)
-        if (uid, size) in self.queues or max(num_own * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
-            return uid, size
-        return min(self.queues, key=lambda place: (place[0] != uid, abs(place[1] - size)))
+    def _queue_place(self, namespace: Namespace, size: int) -> Place:
+        """Returns the queue for this namespace's keys that have a first slot of this size."""
+        quota = self._entries.keyspaces.quotas.of_namespace(namespace)
+        place = Place(namespace.uid, size, "" if quota is None else quota.name)
+        own = [other for other in self.queues if (other.uid, other.pattern) == (place.uid, place.pattern)]
+        if place in own or max(len(own) * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
+            return place
+        quotas = self._entries.keyspaces.quotas.of(namespace)
+        alike = own if quotas else [other for other, queue in self.queues.items() if not queue.quotas]
+        return min(alike, key=lambda other: (other not in own, abs(other.size - size)), default=place)
 
     @property
     def num_sizes(self) -> int:
@@ -138,6 +157,14 @@ class Eviction:
         slots are free: fewer than `wanted` if no more keys can be evicted. `asking` is the queue of the keys that need
         the slots.
         """
+        if quotas := self._entries.keyspaces.quotas:
+            if owed := quotas.begin(asking.quotas if asking is not None else ()):
+                quotas.spares_own = True
+                self._make_room(size, min(wanted, -(-owed // size)), asking)
+            quotas.spares_own = False
+        return self._make_room(size, wanted, asking)
+
+    def _make_room(self, size: int, wanted: int, asking: Queue | None) -> int:
         self._entries.uses.settle()
         free = self._tier.num_free(size)
         spare = min(SPARE_MAX, self._tier.num_slots(size) // SPARE_SHARE) if free < wanted else 0
@@ -230,9 +257,10 @@ class Eviction:
         worth = np.zeros(len(rows))
         for queue, indices in self._entries.by_queue(rows):
             worth[indices] = queue.policy.worth(rows[indices])
-        return worth / self._pages(rows)
+        return worth / self.pages(rows)
 
-    def _pages(self, rows: U32Array) -> I64Array:
+    def pages(self, rows: U32Array) -> I64Array:
+        """Returns the pages that all slots of each key take."""
         pages: I64Array = self._entries.keyspaces.pages[self._entries.index.keyspace[rows]]
         return pages
 
@@ -243,16 +271,17 @@ class Eviction:
         the next keys of about `records_max` parts. Returns the rows, and the number of parts of the inspected keys.
         """
         found, looked_at, self._gave_up = list[U32Array](), 0, False
-        queues = self._in_turn([q for q in self.queues.values() if q.most_per_key(size) and len(q.policy)], asking)
+        able = [q for q in self.queues.values() if q.most_per_key(size) and len(q.policy)]
+        queues = self._in_turn([q for q in able if self._entries.keyspaces.quotas.spare_pages(q.quotas)], asking)
         for number, queue in enumerate(queues):
             if number >= QUEUES_ASKED and found:
                 break
             most = (records_max - looked_at) // (len(queues) - number)  # no queue uses up the limit alone
             rows, more = self._search(queue, size, slots, tries, most)
             looked_at += more
-            if len(rows):
+            if len(rows := self.displaceable(rows)):
                 found.append(rows)
-        rows = self._least_valuable(found)
+        rows = self.displaceable(self._least_valuable(found))
         self._cheapest = next((queue for queue, _ in self._entries.by_queue(rows[:1])), None)
         return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)], looked_at
 
@@ -263,6 +292,7 @@ class Eviction:
         if self._gave_up or not self._entries.claimed:
             return NO_ROWS
         rows = self.last_resort(lambda rows: self._entries.evictable(rows) & (self._slots(rows, size) > 0), slots)
+        rows = self.displaceable(rows)
         return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)]
 
     def _in_turn(self, queues: list[Queue], asking: Queue | None = None) -> list[Queue]:
@@ -340,7 +370,7 @@ class Eviction:
         records as `_take_slab`, for all slabs. `able`: which keys may go, if not only those without claims.
         """
         spares_claimed, able = able is None, able or self._entries.expendable
-        limit = float(np.average(self._worth(victims), weights=self._pages(victims))) if len(victims) else math.inf
+        limit = float(np.average(self._worth(victims), weights=self.pages(victims))) if len(victims) else math.inf
         before, judged = evicted, -1
         while evicted != judged and self._wants_more(size, wanted, evicted):
             judged = evicted
@@ -364,7 +394,7 @@ class Eviction:
         number of evicted records, at least 1; 0 if the slab was not taken.
         """
         rows = self._rows_in(slab)
-        if not able(rows).all():
+        if not able(rows).all() or len(self.displaceable(rows)) < len(rows):
             self._tier.touch_slab(slab)  # the next call tries other slabs
             if self._entries.claimed.is_claimed(rows).any():  # parts of claimed keys have come there since
                 self._claimed_version, self._gave_up = -1, True
@@ -446,3 +476,19 @@ class Eviction:
         for lower in self._entries.lower:
             lower.evicted(rows[self._entries.complete(rows)])
         self._entries.retire(rows)
+
+
+def displaceable(entries: KeyTable, rows: U32Array) -> U32Array:
+    """Returns those of these rows, in order, that may all go together, so that no quota falls below its minimum."""
+    if not entries.keyspaces.quotas.has_minimums:
+        return rows
+    counted: dict[Quota, list[I64Array]] = {}
+    for keyspace, indices in entries.by_keyspace(rows):
+        for quota in keyspace.quotas:
+            counted.setdefault(quota, []).append(indices)
+    able = np.ones(len(rows), bool)
+    for quota, groups in counted.items():
+        if (spare := entries.keyspaces.quotas.spare_pages([quota])) < UNBOUNDED:
+            indices = np.sort(np.concatenate(groups))
+            able[indices[entries.keyspaces.pages[entries.index.keyspace[rows[indices]]].cumsum() > spare]] = False
+    return rows[able]

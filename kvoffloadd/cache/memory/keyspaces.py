@@ -15,6 +15,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.emptied import Emptied
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.quotas import Quotas
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupSchema, I64Array, U16Array
 
@@ -37,6 +38,7 @@ class Keyspaces(dict[int, Keyspace]):
         self.uids: I64Array = np.full(NUMBERS, NOBODY, np.int64)  # of its user
         self.by_uid: Counter[int] = Counter()
         self.emptied = Emptied()
+        self.quotas = Quotas()
         self._numbers: dict[int | None, I64Array] = {}
         self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
         self._next = 0
@@ -85,6 +87,7 @@ class Keyspaces(dict[int, Keyspace]):
         self.uids[number] = namespace.uid
         self._forget_numbers(namespace.uid)
         self.count_pages(keyspace)
+        self.quotas.join(keyspace)
         return keyspace
 
     def numbers_of(self, uid: int | None) -> I64Array:
@@ -119,6 +122,7 @@ class Keyspaces(dict[int, Keyspace]):
         if keyspace.retired and not keyspace.rows and self.has(keyspace):
             del self[keyspace.id]
             self.uids[keyspace.id] = NOBODY
+            self.quotas.leave(keyspace)
             self._forget_numbers(keyspace.namespace.uid)
             if keyspace.queue is not None:
                 keyspace.queue.leave(keyspace)

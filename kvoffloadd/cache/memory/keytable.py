@@ -320,7 +320,7 @@ class KeyTable:
 
     def account(self, parts: I64Array, *, committed: int = 0, reserved: int = 0) -> None:
         """Counts, for each keyspace, the bytes of these parts that are committed (+1) or vacated (-1), and the pages of
-        their slots that are reserved (+1), or no longer reserved (-1).
+        their slots that are reserved (+1), or no longer reserved (-1). What is neither is not taken any more.
         """
         rows = self.parts.row[parts]
         if (committed or reserved < 0) and self.barren:
@@ -329,9 +329,9 @@ class KeyTable:
             numbers = 0 if keyspace.schema.parts == 1 else parts[indices] - self.first[rows[indices]]
             if committed:
                 keyspace.bytes += committed * _total(keyspace.part_bytes, numbers, len(indices))
-            if reserved:
-                pages = _total(keyspace.part_pages, numbers, len(indices))
-                self.held.reserved[keyspace.id] += reserved * pages
+            pages = _total(keyspace.part_pages, numbers, len(indices))
+            self.held.reserved[keyspace.id] += reserved * pages
+            keyspace.take((committed + reserved) * pages)
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """Returns u64 addresses of the parts' payloads, valid while the parts are held."""

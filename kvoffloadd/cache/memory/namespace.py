@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.doubt import Doubt
+from kvoffloadd.cache.memory.quota import Quota
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.errors import SchemaError
@@ -27,6 +28,7 @@ class Queue:
     policy: Policy
     # The number of keyspaces that use slots of each size, in pages; one Counter, which all queues share.
     sizes: Counter[int] = field(default_factory=Counter)
+    quotas: tuple[Quota, ...] = ()  # that count its keys
     _keyspaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
     _widths: Counter[int] = field(default_factory=Counter)  # keyspaces by the parts of their keys
 
@@ -92,6 +94,8 @@ class Keyspace:
     rows: int = 0  # in any state
     keys: int = 0  # complete ones that can hit
     bytes: int = 0  # committed payload
+    taken_pages: int = 0  # of slots, reserved or committed; see `take`
+    quotas: tuple[Quota, ...] = ()  # that count them
 
     def __post_init__(self) -> None:
         self.compositions = [UNKNOWN] * self.schema.parts
@@ -105,6 +109,12 @@ class Keyspace:
 
     def _count_pages(self) -> None:
         self.part_pages = -(-np.array(self.part_bytes, np.int64) // PAGE_BYTES)
+
+    def take(self, pages: int) -> None:
+        """Counts the pages of slots that its keys have taken, or have given back if there are less than none."""
+        self.taken_pages += pages
+        for quota in self.quotas:
+            quota.pages += pages
 
     def fill_compositions(self, found: Mapping[int, Composition]) -> bool:
         """Adds compositions of these parts, by number, as far as they were unknown. Returns whether any was new."""

@@ -28,11 +28,16 @@ search goes on, and skips barren blocks (see `BarrenBlocks`).
 
 
 class RecordReclaim:
-    """Makes room for part records. `evict` drops rows that are evictable."""
+    """Makes room for part records. `evict` drops rows that are evictable. `displaceable`: returns those of some rows
+    that no quota protects.
+    """
 
-    def __init__(self, entries: KeyTable, evict: Callable[[U32Array], None]) -> None:
+    def __init__(
+        self, entries: KeyTable, evict: Callable[[U32Array], None], displaceable: Callable[[U32Array], U32Array]
+    ) -> None:
         self._entries = entries
         self._evict = evict
+        self._displaceable = displaceable
         self._hand = 0  # where the next search begins, so that all records take turns
 
     @property
@@ -47,6 +52,7 @@ class RecordReclaim:
         entries, width, uid = self._entries, keyspace.schema.parts, keyspace.namespace.uid
         if not wanted:
             return 0
+        entries.keyspaces.quotas.begin(keyspace.quotas)
         if wanted * width > self._left(uid):
             wanted = self._shrink(uid, width, wanted)
         ready = entries.parts.runs.ready(width, wanted)
@@ -83,7 +89,7 @@ class RecordReclaim:
             if over <= 0:
                 break
         rows = np.concatenate(found)
-        rows = rows[first_of_each(rows)]
+        rows = self._displaceable(rows[first_of_each(rows)])
         freed = self._entries.widths(rows).cumsum()
         wanted = min(wanted, max(0, self._left(uid) + int(freed[-1:].sum())) // width)
         if (over := wanted * width - self._left(uid)) > 0:
@@ -119,7 +125,7 @@ class RecordReclaim:
             owners = self._entries.owners(np.arange(start, stop))
             rows = self._idle(owners, own, spares=spares)
             if len(rows):
-                yield start, stop, owners, rows
+                yield start, stop, owners, self._displaceable(rows)
             else:
                 barren[start // BLOCK : (start + WINDOW) // BLOCK] = True
             self._hand = stop

@@ -12,10 +12,10 @@ import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.changing import changing
-from kvoffloadd.cache.memory.held import UNBOUNDED
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.quota import UNBOUNDED
 from kvoffloadd.cache.memory.steppedlookup import SteppedLookup
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
@@ -142,7 +142,8 @@ def reserve_all(
 
     States: RESERVED; HIT (these parts are in memory); PENDING (another request has reserved some of them); NO_SPACE for
     the keys of a group after the last one that could be served, and for all if the index can't hold those that are new.
-    No user gets more than it may hold (see `HeldMemory`); `beside_pages` that the caller holds do not count.
+    No user gets more than it may hold (see `HeldMemory`); `beside_pages` that the caller holds do not count. No quota
+    is exceeded: within it, others of its own keys go first.
 
     Raises:
         SchemaError: no rank has registered a wanted part yet.
@@ -220,10 +221,16 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, lef
         writing = (now == PartState.RESERVED).any(axis=1)
         states[held[writing]] = _PENDING
     unserved = np.flatnonzero(states == _RESERVED)
-    allowed = len(unserved)
-    if left < UNBOUNDED:
-        pages = (empty[unserved] @ wanted.keyspaces[0][0].part_pages[wanted.parts]).cumsum()
+    allowed, keyspace = len(unserved), wanted.keyspaces[0][0]
+    if left < UNBOUNDED or keyspace.quotas:
+        pages = (empty[unserved] @ keyspace.part_pages[wanted.parts]).cumsum()
         allowed = int(np.searchsorted(pages, left, side="right"))
+        if keyspace.quotas and allowed:
+            room = cache.quota_room.make_room(keyspace.quotas, int(pages[allowed - 1]))
+            for quota in keyspace.quotas:
+                fits = int(np.searchsorted(pages[:allowed], quota.room_pages, side="right"))
+                quota.keys_refused += allowed - fits
+            allowed = int(np.searchsorted(pages[:allowed], room, side="right"))
     records = _take_slots(cache, wanted, rows, hashes, empty, unserved[:allowed])
     keys = unserved[: len(records)]
     states[unserved[len(records) :]] = _NO_SPACE
@@ -386,6 +393,9 @@ class Admission:
             self._fits = False  # the user may not have all slots: each slice makes the room that it may
             return
         yield
+        yield from self._make_room_in_quotas(wanted_pages)
+        if not self._fits:
+            return
         for pages, count in missing.items():
             while (free := self._cache.tier.num_free(pages)) < count:
                 aim = min(count, free + STEP_KEYS)
@@ -394,6 +404,19 @@ class Admission:
                 if found < aim:
                     self._fits = False
                     break
+
+    def _make_room_in_quotas(self, pages: int) -> Iterator[None]:
+        """Evicts keys under the quotas of the request until it fits into these; without success, each slice makes the
+        room that it may.
+        """
+        quotas, room = self._request[0].keyspace.quotas, 0
+        while quotas and room < pages:
+            is_too_much = pages > min(quota.max_pages for quota in quotas)
+            before, room = room, 0 if is_too_much else self._cache.quota_room.make_room(quotas, pages)
+            if room <= before:
+                self._fits = False
+                break
+            yield
 
 
 def _size(wanted: Wanted) -> int:

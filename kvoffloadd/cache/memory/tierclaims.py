@@ -20,6 +20,7 @@ from kvoffloadd.cache.memory.claimedkeys import KEYS_MAX, NO_NUMBERS, ClaimedKey
 from kvoffloadd.cache.memory.index import distinct, first_of_each
 from kvoffloadd.cache.memory.keys import join_keys
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.quota import UNBOUNDED
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.scheduling.shares import share_left
 
@@ -73,6 +74,7 @@ class TierClaims:
         self.num_named: Counter[int] = Counter()  # keys that claims name, by user, counted for each claim
         self.num_lapsed = self.num_cut = 0  # claims, since the start
         self.on_end: Callable[[Claim], object] = lambda claim: None  # called when the tier keeps nothing of it any more
+        self.most_of: Callable[[int], int] = lambda uid: UNBOUNDED  # the pages that a user may have in the tier
         self._tier = tier
         self._of_user: dict[int, dict[Claim, Kept]] = {}
         self._searched = 0  # claims in the order of `victims` in which the last searches have found nothing
@@ -111,7 +113,8 @@ class TierClaims:
         Raises:
             LimitError: too many keys have almost equal hashes. The claim was not added.
         """
-        if not self.budget_pages or not self._has_place(claim, prompt) or not self._make_room(claim):
+        may_keep = self.budget_pages(claim.namespace.uid) and self._has_place(claim, prompt)
+        if not may_keep or not self._make_room(claim):
             return
         keyspaces, keys = (
             [(keyspace, len(keys)) for keyspace, _, keys in prompt],
@@ -141,7 +144,7 @@ class TierClaims:
         rows = self._tier.find_all(keyspaces, join_keys(keys for _, _, keys in prompt))
         new = (rows >= 0) & ~np.isin(rows, self.claimed.rows_of(theirs))
         each = np.repeat([self.claimed.pages_of(keyspace) for keyspace, _ in keyspaces], [n for _, n in keyspaces])
-        return pages + int(each[new].sum()) <= self.budget_pages
+        return pages + int(each[new].sum()) <= self.budget_pages(claim.namespace.uid)
 
     def may_name(self, uid: int) -> int:
         """Returns how many keys the claims of a user may name in all, beside those of the other users."""
@@ -205,10 +208,9 @@ class TierClaims:
 
     # --- the share of a user ---
 
-    @property
-    def budget_pages(self) -> int:
-        """Returns the pages that the claims of one user may keep."""
-        return int(self.share * self._tier.num_pages)
+    def budget_pages(self, uid: int) -> int:
+        """Returns the pages that the claims of a user may keep."""
+        return min(int(self.share * self._tier.num_pages), self.most_of(uid))
 
     def rows_came(self, rows: U32Array) -> None:
         """Notes that claimed keys have come to the tier, in these rows."""
@@ -236,6 +238,11 @@ class TierClaims:
     def change_share(self, share: float) -> None:
         """Sets the share of each user, from now on."""
         self.share = share
+        self.keep_all_within()
+
+    @changing
+    def keep_all_within(self) -> None:
+        """Lets claims of all users lapse as `keep_within`, after their shares have changed."""
         for uid in list(self._of_user):
             self.keep_within(uid)
 
@@ -244,7 +251,7 @@ class TierClaims:
         """Lets claims of a user lapse, those first that come first in their order, until they keep no more than its
         share. Claims that keep nothing which others do not keep are not in the way.
         """
-        if self.claimed.pages_of_user(uid) <= self.budget_pages:
+        if self.claimed.pages_of_user(uid) <= self.budget_pages(uid):
             return
         own = self._of_user[uid]
         ordered = sorted(own, key=lambda claim: claim.order, reverse=True)  # the last one to lapse first
@@ -255,7 +262,7 @@ class TierClaims:
         keeper[numbers[::-1]] = places[::-1]  # of equals, the first one is written last
         named = np.flatnonzero(keeper < len(ordered)).astype(np.uint32)
         pages = np.bincount(keeper[named], self.claimed.pages_each(named), len(ordered)).cumsum()
-        fits = int(np.searchsorted(pages, self.budget_pages, side="right"))  # claims that stay
+        fits = int(np.searchsorted(pages, self.budget_pages(uid), side="right"))  # claims that stay
         given_up = (keeper[numbers] >= fits) & (self.claimed.row[numbers] != 0)
         lapsing = [ordered[place] for place in np.flatnonzero(np.bincount(places[given_up])).tolist()]
         last = None if fits and pages[fits - 1] else ordered[fits]
@@ -270,7 +277,7 @@ class TierClaims:
     def _cut(self, claim: Claim) -> None:
         """Cuts a claim, the only one of its user that keeps anything, to the beginning that fits into the share."""
         kept = self._of_user[claim.namespace.uid][claim]
-        fits = self.claimed.pages_each(kept.numbers).cumsum() <= self.budget_pages
+        fits = self.claimed.pages_each(kept.numbers).cumsum() <= self.budget_pages(claim.namespace.uid)
         until = int(kept.ends[int(np.count_nonzero(fits))])  # in tokens: keys that end here or later are left out
         left = int(np.searchsorted(kept.ends, until))
         if not left:
@@ -284,26 +291,32 @@ class TierClaims:
 
     # --- the last resort ---
 
-    def victims(self, wanted: Callable[[U32Array], BoolArray], count: int) -> U32Array:
+    def victims(
+        self,
+        wanted: Callable[[U32Array], BoolArray],
+        count: int,
+        of: Callable[[Claim], bool] | None = None,
+    ) -> U32Array:
         """Returns up to `count` claimed rows to let go where nothing else is left, first to go first: of the user whose
         claims keep the most, in the order in which claims lapse, from the ends of the prompts. `wanted`: of some rows,
-        those that may go, and would help.
+        those that may go, and would help. `of`: of which claims; None: of all.
 
         One search looks at a bounded number of claims and keys. If it finds nothing, the next one goes on behind them.
         """
         claimed, found, missing, keys = self.claimed, [NO_NUMBERS], count, 0
-        first = self._searched
-        for claim, kept in itertools.islice(self._in_order(), first, first + SEARCHED_CLAIMS):
+        first = self._searched if of is None else 0
+        ordered = (pair for pair in self._in_order() if of is None or of(pair[0]))
+        for claim, kept in itertools.islice(ordered, first, first + SEARCHED_CLAIMS):
             rows = claimed.rows_of(kept.numbers[claimed.rank[kept.numbers] == claim.rank][::-1])
             rows = rows[wanted(rows)][:missing]
             found.append(rows)
             missing -= len(rows)
             keys += len(kept.numbers)
-            self._searched += 1
+            self._searched += of is None
             if missing <= 0 or keys >= SEARCHED_KEYS:
                 break
         rows = np.concatenate(found)
-        if len(rows) or self._searched == first or self._searched >= len(self):
+        if of is None and (len(rows) or self._searched == first or self._searched >= len(self)):
             self._searched = 0
         victims: U32Array = rows[first_of_each(rows)]
         return victims
@@ -356,7 +369,7 @@ class TierClaims:
         counted = Counter({uid: sum(len(kept.numbers) for kept in own.values()) for uid, own in self._of_user.items()})
         if +counted != +self.num_named:
             findings.append("claims: the keys that a user's claims name are miscounted")
-        if any(claimed.pages_of_user(uid) > self.budget_pages for uid in self._of_user):
+        if any(claimed.pages_of_user(uid) > self.budget_pages(uid) for uid in self._of_user):
             findings.append("claims: a user's claims keep more than its share")
         return findings + claimed.check(used.astype(np.uint32), self._tier.rows_end)
 

@@ -86,6 +86,7 @@ def figures(history: History) -> Figures:
         "draining": status["draining"],
         "interval_s": round(seconds, 3),
         "tiers": _tiers(status),
+        "quotas": list(status.get("quotas", ())),
         "throughput": history.throughput(),
         "lookups": {
             "recent_s": round(recent_s, 3),

@@ -11,6 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from kvoffloadd.cli.report import quota_name, quota_use
 from kvoffloadd.cli.top.shapes import Bar, Spark
 from kvoffloadd.log import printable
 from kvoffloadd.units import format_bytes, format_seconds
@@ -26,6 +27,8 @@ WIDE = 150
 ROWS_MAX = 8
 QUIET, FAINT = "grey58", "grey35"
 GOOD, FAIR, BAD = "green3", "gold3", "red3"
+NEARLY_FULL = 0.9
+"""The share of its maximum from which a quota is shown as nearly full."""
 COLOURS = {
     "store": "dark_orange", "load": "green3", "demote": "medium_purple", "promote": "deep_sky_blue1",
     "fetch": "turquoise2", "push": "plum3",
@@ -61,6 +64,7 @@ def render(
         return Group(_waiting_line(waiting), Text())
     left = [
         _tiers(figures),
+        *([_quotas(figures["quotas"])] if figures["quotas"] else []),
         *([_throughput(figures, rates)] if figures["throughput"] else []),
         _lookups(figures["lookups"]),
     ]
@@ -173,6 +177,20 @@ def _tiers(figures: Figures) -> RenderableType:
             keys,
         )
     return _section("tiers", table)
+
+
+def _quotas(quotas: Sequence[Figures]) -> RenderableType:
+    table = _grid({"style": "bold"}, _BAR, _RIGHT, _RIGHT)
+    for quota in quotas:
+        used, least, most = (quota[f"memory_{what}"] for what in ("bytes", "min_bytes", "max_bytes"))
+        share = _share(used, most or max(used, least))
+        table.add_row(
+            printable(quota_name(quota)),
+            Bar([(share, FAIR if most and share >= NEARLY_FULL else GOOD)]),
+            f"{100 * share:.0f} %" if most else "",
+            printable(quota_use(quota)),
+        )
+    return _section("quotas of memory", table)
 
 
 def _throughput(figures: Figures, rates: Mapping[str, Sequence[float]]) -> RenderableType:

@@ -256,7 +256,7 @@ def build(
         for group in drafted.groups
         if group.held and (group.schema.group not in known or known[group.schema.group].queue is None)
     )
-    cache.eviction.prepare(namespace.uid, new)
+    cache.eviction.prepare(namespace, new)
     for group in drafted.groups:
         keyspace: Keyspace = cache.declare(namespace, group.schema)
         cache.set_part_bytes(
