@@ -350,7 +350,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     for pages in range(2, 12):
         passing, _ = make_keyspace(cache, b"p" * 16, pages=(pages,))
         cache.close_namespace(passing)
-    assert set(cache.eviction.queues) == {eviction.Place(0, 1), eviction.Place(0, 11)}
+    assert set(cache.eviction.queues) == {eviction.QueuePlace(0, 1), eviction.QueuePlace(0, 11)}
     assert check(cache, 0, 0) == []
     cache.tier.close()
 

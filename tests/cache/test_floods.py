@@ -90,7 +90,7 @@ def test_a_user_with_many_sizes_leaves_queues_to_others() -> None:
     for pages in range(1, 2 * eviction.QUEUES_PER_USER):
         tenant(cache, 1, pages)
     assert len(cache.eviction.queues) == eviction.QUEUES_PER_USER
-    assert tenant(cache, 2, 40).queue is cache.eviction.queues[eviction.Place(2, 40)]
+    assert tenant(cache, 2, 40).queue is cache.eviction.queues[eviction.QueuePlace(2, 40)]
     for uid in range(3, 3 + eviction.QUEUES_MAX):
         tenant(cache, uid, 1)
     assert len(cache.eviction.queues) == eviction.QUEUES_MAX

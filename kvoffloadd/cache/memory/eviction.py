@@ -58,7 +58,7 @@ queue that had the least valuable key the last time.
 """
 
 
-class Place(NamedTuple):
+class QueuePlace(NamedTuple):
     """What has a queue of its own: a user's keys with slots of this size, in pages, and among them those of the
     namespaces that match the pattern of a quota.
     """
@@ -85,7 +85,7 @@ class Eviction:
         self.displaceable = partial(displaceable, entries)
         self._make_policy = make_policy
         self.sizes: Counter[int] = Counter()
-        self.queues: dict[Place, Queue] = {}
+        self.queues: dict[QueuePlace, Queue] = {}
         # Whether a policy may have set rows aside that no claim keeps: without any, `readmit` does nothing.
         self.any_aside = False
         # Called where nothing else is left: returns claimed rows to evict, of those that pass, up to a number.
@@ -136,10 +136,10 @@ class Eviction:
                 ", ".join(str(pages * PAGE_BYTES) for pages in sorted(self.sizes)),
             )  # fmt: skip
 
-    def _queue_place(self, namespace: Namespace, size: int) -> Place:
+    def _queue_place(self, namespace: Namespace, size: int) -> QueuePlace:
         """Returns the queue for this namespace's keys that have a first slot of this size."""
         quota = self._entries.keyspaces.quotas.of_namespace(namespace)
-        place = Place(namespace.uid, size, "" if quota is None else quota.name)
+        place = QueuePlace(namespace.uid, size, "" if quota is None else quota.name)
         own = [other for other in self.queues if (other.uid, other.pattern) == (place.uid, place.pattern)]
         if place in own or max(len(own) * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
             return place
