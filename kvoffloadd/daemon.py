@@ -328,6 +328,7 @@ class Daemon:
             saved = None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
+            cache.tombstones.add(saved.tombstones)
             await context.claims.inherit(saved.claims)
         if context.disk is not None:
             await context.disk.start(context.spawn)
@@ -466,6 +467,7 @@ class Daemon:
         if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
             log.warning("%d payloads have no checksum yet and are lost", context.jobs.unsealed)
         await context.clearings.close(CLOSE_S)
+        await context.deletions.close(CLOSE_S)
         await context.claims.close(CLOSE_S)
         await self._close_lower(context)
         if not await context.hash_lane.close(CLOSE_S):

@@ -29,7 +29,9 @@ FILE_LINES_MAX, CLASS_LINES_MAX = 400, 300
 HEAVY = {"torch", "cupy", "cuda"}
 TWINS = {
     "Registration": "server",
-    **dict.fromkeys(("Cleared", "Drained", "Found", "PrefetchedClaims", "Ready", "Reserved", "Retained"), "protocol"),
+    **dict.fromkeys(
+        ("Cleared", "Deleted", "Drained", "Found", "PrefetchedClaims", "Ready", "Reserved", "Retained"), "protocol"
+    ),
     "Allocation": "device",
     "Job": "cache",
     "Promotion": "cache",

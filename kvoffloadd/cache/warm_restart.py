@@ -23,13 +23,16 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     """Takes over the sealed keys in the tier's pool; nothing has been stored yet. Returns the rows that were taken
     over.
 
-    The epochs of the saved state, and of disks, are known now: keys that were cleared since are left behind.
+    The epochs and tombstones of the saved state, and of disks, are known now: keys that were cleared since are left
+    behind, and so are those that were deleted.
     """
     tier = cache.tier
     found = tier.slot_records.read()
     owners = np.full(len(found), -1, np.int64)
     all_rows = [np.zeros(0, np.uint32)]
     opened = []
+    # Those whose keys the arena may still have: others have deleted them.
+    tombstones = cache.tombstones.beyond(saved.tombstones if saved else [])
     for saved_keyspace in saved.keyspaces if saved else []:
         fits = all(saved_keyspace.part_bytes) and max(saved_keyspace.part_bytes) <= tier.payload_bytes_max
         if saved_keyspace.epoch != cache.epochs.of(saved_keyspace.fingerprint) or not fits:
@@ -44,6 +47,9 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
         keyspace.fill_compositions(dict(enumerate(saved_keyspace.compositions)))
         cache.admit(keyspace, saved_keyspace.part_bytes)
         indices = np.flatnonzero(found.keyspaces == saved_keyspace.number)
+        if len(tombstones):
+            space = saved_keyspace.fingerprint, saved_keyspace.epoch, saved_keyspace.group
+            indices = indices[~tombstones.deleted(space, found.keys[indices])]
         rows, records, whole = _insert(cache, keyspace, found.only(indices))
         owners[indices[whole]] = records
         all_rows.append(rows)

@@ -255,8 +255,8 @@ ENGINES = ("any", "vllm", "sglang")
 
 SECTIONS = (
     "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "retention", "quotas", "clears",
-    "transfers", "running", "leases", "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server",
-    "open_sessions", "sessions", "accounts", "loop",
+    "deletions", "transfers", "running", "leases", "quarantine", "slow_jobs", "lanes", "hash_lane", "devices",
+    "server", "open_sessions", "sessions", "accounts", "loop",
 )  # fmt: skip
 """The sections of `status`. `daemon` has the figures that belong to no other one."""
 

@@ -10,7 +10,17 @@ from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError
 from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
 from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, PrefetchedClaims, Reserved, Retained
+from kvoffloadd.client.results import (
+    Audit,
+    Cleared,
+    Deleted,
+    Drained,
+    Found,
+    Lease,
+    PrefetchedClaims,
+    Reserved,
+    Retained,
+)
 from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, Tier, digest_layers
 from kvoffloadd.protocol.messages import ClaimFigures, KeepHow, NamespaceSpec
 
@@ -20,6 +30,7 @@ __all__ = [
     "ClaimFigures",
     "Cleared",
     "Client",
+    "Deleted",
     "Drained",
     "Event",
     "EventGap",

@@ -20,7 +20,7 @@ from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, PrefetchedClaims, Reserved, Retained
+from kvoffloadd.client.results import Audit, Cleared, Deleted, Drained, Found, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
@@ -166,11 +166,11 @@ class AsyncClient(BaseClient):
     ) -> Retained:
         """See `Client.retain`."""
         call = calls.retain(groups, seconds, priority, name, number, first, self._core.key_bytes if groups else 0)
-        return await self._run(self._core.retain(call, self._until()))
+        return await self._run(self._core.call_feature("retain", call, self._until()))
 
     async def forget(self, name: str = "", number: int = 0) -> Retained:
         """See `Client.forget`."""
-        return await self._run(self._core.retain(calls.forget(name, number), self._until()))
+        return await self._run(self._core.call_feature("retain", calls.forget(name, number), self._until()))
 
     async def prefetch_claims(self, name: str = "", number: int = 0, deadline_s: float = 600.0) -> PrefetchedClaims:
         """See `Client.prefetch_claims`."""
@@ -181,7 +181,7 @@ class AsyncClient(BaseClient):
     ) -> tuple[PrefetchedClaims, int]:
         """See `Client.prefetch_claims_page`."""
         call = calls.prefetch_claims(name, number, cursor)
-        return await self._run(self._core.retain(call, self._until(), "prefetch_claims"))
+        return await self._run(self._core.call_feature("prefetch_claims", call, self._until()))
 
     async def claims(self) -> list[ClaimFigures]:
         """See `Client.claims`."""
@@ -208,6 +208,12 @@ class AsyncClient(BaseClient):
         limit_s = seconds(wait_s, "wait_s")
         until = self._until(limit_s + self._deadline_s)
         return await self._run(self._core.clear(everything, namespaces, uid, limit_s, token, until))
+
+    async def delete(self, groups: Groups, *, wait_s: float = 10.0) -> Deleted:
+        """See `Client.delete`."""
+        limit_s = seconds(wait_s, "wait_s")
+        call, until = calls.delete(groups, limit_s, self._core.key_bytes), self._until(limit_s + self._deadline_s)
+        return await self._run(self._core.call_feature("delete", call, until))
 
     async def snapshot(self, group: int, *, tier: Tier | None = None) -> U8Array:
         """See `Client.snapshot`."""

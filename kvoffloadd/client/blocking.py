@@ -22,7 +22,7 @@ from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
 from kvoffloadd.client.polling import Poll
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, PrefetchedClaims, Reserved, Retained
+from kvoffloadd.client.results import Audit, Cleared, Deleted, Drained, Found, PrefetchedClaims, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen
 from kvoffloadd.model import Direction, Tier, U8Array
@@ -173,14 +173,14 @@ class Client(BaseClient):
         UsageError: the daemon is too old for this.
         """
         call = calls.retain(groups, seconds, priority, name, number, first, self._core.key_bytes if groups else 0)
-        return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
+        return self._run(self._deadline_s, lambda until: self._core.call_feature("retain", call, until))
 
     def forget(self, name: str = "", number: int = 0) -> Retained:
         """Ends the claims of this name, or the claim of this number: in the session's namespace, or in all that an
         observer may see. RemoteError: there are none. UsageError: the daemon is too old for this.
         """
         call = calls.forget(name, number)
-        return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
+        return self._run(self._deadline_s, lambda until: self._core.call_feature("retain", call, until))
 
     def claims(self) -> list[ClaimFigures]:
         """Returns the claims that are in force, the oldest first: of the session's namespace; an observer's: of its
@@ -202,7 +202,7 @@ class Client(BaseClient):
         and the cursor for the next call, one more than the number of keys that were come to; 0: those were the last.
         """
         call = calls.prefetch_claims(name, number, cursor)
-        return self._run(self._deadline_s, lambda until: self._core.retain(call, until, "prefetch_claims"))
+        return self._run(self._deadline_s, lambda until: self._core.call_feature("prefetch_claims", call, until))
 
     def release(self, lease: int) -> None:
         """Ends a lease. Does nothing if it has ended: with its daemon, with its instance, or by an earlier release."""
@@ -241,6 +241,26 @@ class Client(BaseClient):
             limit_s + self._deadline_s,
             lambda until: self._core.clear(everything, namespaces, uid, limit_s, token, until),
         )
+
+    def delete(self, groups: Groups, *, wait_s: float = 10.0) -> Deleted:
+        """Deletes these keys of the session's namespace: what was stored of them before does not hit any more, also
+        after a restart. Keys that are in no tier are no error.
+
+        When this returns, the deletion has taken effect on this host, and the daemon completes the rest alone. A lease
+        or a load that holds a key keeps its bytes in memory until it ends. Other hosts that share a store keep their
+        own copies.
+
+        RemoteError: `limit` if there are more than 4,096 keys (counted for parts as well), or no room to remember more
+        deleted keys. UsageError: the daemon is too old for this.
+
+        Args:
+            groups: the keys, by group. A group need not be registered.
+            wait_s: how long to wait, in addition to the call's own deadline, until the disks have recorded it and the
+                remote store has removed the keys.
+        """
+        limit_s = seconds(wait_s, "wait_s")
+        call = calls.delete(groups, limit_s, self._core.key_bytes)
+        return self._run(limit_s + self._deadline_s, lambda until: self._core.call_feature("delete", call, until))
 
     def snapshot(self, group: int, *, tier: Tier | None = None) -> U8Array:
         """Returns u8 (keys, key_bytes): the complete keys of a group, in this tier (`MEMORY` or `DISK`; None: in

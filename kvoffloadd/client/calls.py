@@ -27,6 +27,7 @@ from kvoffloadd.client.memory.timeline import Ready
 from kvoffloadd.client.results import (
     Audit,
     Cleared,
+    Deleted,
     Drained,
     Found,
     Lease,
@@ -501,6 +502,20 @@ def clear(
         return Cleared(reply.keys, reply.bytes, tuple(reply.unrecorded), reply.namespaces, reply.left)
 
     return Call(build, parse, repeatable=True)
+
+
+def delete(groups: Groups, wait_s: float, key_bytes: int) -> Call[Deleted]:
+    """Deletes keys. A second request does no harm, unless they were stored anew. Raises UsageError for bad keys, or a
+    bad `wait_s`.
+    """
+    if not 0 <= wait_s <= messages.CLEAR_WAIT_S_MAX:
+        raise UsageError(f"a deletion can be waited for 0 to {messages.CLEAR_WAIT_S_MAX} seconds, not {wait_s}")
+    lists, _counts = _group_keys(groups, 0, key_bytes)
+
+    def parse(reply: messages.Deleted, _boot_id: bytes) -> Deleted:
+        return Deleted(reply.keys, reply.bytes, reply.disk_keys, tuple(reply.unrecorded))
+
+    return Call(lambda seq: messages.Delete(seq=seq, groups=lists, wait_s=wait_s), parse, repeatable=True)
 
 
 def drain(everything: bool, deadline_s: float) -> Call[Drained]:

@@ -191,7 +191,7 @@ class ClientCore:
             yield from self._connected(until)
         return self._connector.features
 
-    def retain(self, call: Call[R], until: float, feature: str = "retain") -> Gen[R]:
+    def call_feature(self, feature: str, call: Call[R], until: float) -> Gen[R]:
         """Sends a request that needs a feature, such as those about claims. Raises UsageError if the daemon does not
         have it.
         """
@@ -201,9 +201,9 @@ class ClientCore:
 
     def claims(self, until: float) -> Gen[list[ClaimFigures]]:
         """See `Client.claims`."""
-        found, cursor = yield from self.retain(calls.claims(0), until)
+        found, cursor = yield from self.call_feature("retain", calls.claims(0), until)
         while cursor:
-            page, cursor = yield from self.retain(calls.claims(cursor), until)
+            page, cursor = yield from self.call_feature("retain", calls.claims(cursor), until)
             found += page
         return found
 
@@ -212,7 +212,7 @@ class ClientCore:
         memory_keys = cursor = 0
         while True:
             call = calls.prefetch_claims(name, number, cursor)
-            found, cursor = yield from self.retain(call, until, "prefetch_claims")
+            found, cursor = yield from self.call_feature("prefetch_claims", call, until)
             memory_keys += found.memory_keys
             if not cursor:
                 return replace(found, memory_keys=memory_keys)
@@ -329,7 +329,7 @@ class ClientCore:
     def snapshot_page(self, group: int, cursor: int, tier: Tier | None, until: float) -> Gen[tuple[U8Array, int]]:
         """See `Client.snapshot_page`."""
         call = calls.snapshot(group, cursor, self.key_bytes, tier)
-        return (yield from (self.call(call, until) if tier is None else self.retain(call, until, "event_tiers")))
+        return (yield from (self.call(call, until) if tier is None else self.call_feature("event_tiers", call, until)))
 
     # --- jobs ----------------------------------------------------------------------------------------
 

@@ -125,6 +125,23 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class Deleted:
+    """Counts what a `delete` dropped: `keys` and `bytes` from memory, `disk_keys` from disk; 0 for keys that were in no
+    tier. It has taken effect: no copy of the keys that was stored before hits on this host.
+
+    `unrecorded`: where the deletion is not recorded yet: paths of disk roots, which could bring keys back after a
+    restart, and `remote` if the store that hosts share may still have objects. The daemon goes on until all have
+    recorded it; `delete` with the same keys tells whether they have. Other hosts keep their own copies: delete there,
+    too.
+    """
+
+    keys: int
+    bytes: int
+    disk_keys: int
+    unrecorded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Retained:
     """Counts the claims that a `retain` made or changed, or a `forget` ended, and the keys that they name. 0 claims: a
     new one would have been the first to lapse.

@@ -130,6 +130,11 @@ def _memory(status: Status) -> Iterator[Metric]:
     yield _gauge("unsealed_payloads", "Stored payloads that wait for their checksum.", _one(cache["unsealed"]))
     unrecorded = _one(status["clears"]["unrecorded"])
     yield _gauge("unrecorded_clears", "Clears that a disk or the remote store has not recorded yet.", unrecorded)
+    deletions = status["deletions"]
+    places = "Deletions of keys that a disk or the remote store has not recorded yet."
+    yield _gauge("unrecorded_deletions", places, _one(deletions["unrecorded"]))
+    graves = "What the daemon keeps of deleted keys, so that older copies do not come back."
+    yield _gauge("tombstone_bytes", graves, _one(deletions["tombstone_bytes"]))
     for event, text in (
         ("reserved", "Slots reserved for payloads."),
         ("committed", "Payloads committed: stored, or read from disk."),
@@ -141,6 +146,7 @@ def _memory(status: Status) -> Iterator[Metric]:
     yield _counter("evicted_keys", "Keys evicted to make room, by tier.", evicted, "tier")
     for name, key, text in (
         ("cleared_keys", "keys_cleared", "Keys that a clear dropped from memory."),
+        ("deleted_keys", "keys_deleted", "Keys that requests to delete keys dropped from memory."),
         ("corrupt_keys", "keys_corrupt", "Keys dropped from memory because a payload did not match its checksum."),
         ("adopted_keys", "keys_adopted", "Keys taken over from the previous run."),
         ("not_adopted_parts", "parts_not_adopted", "Payloads of the previous run that were not taken over."),
@@ -313,7 +319,11 @@ def _disk(disk: Status) -> Iterator[Metric]:
     for name, key, text in (
         ("disk_keys", "keys", "Keys on disk that lookups can find."),
         ("disk_records", "records", "Records on disk."),
-        ("disk_cleared_records", "cleared_records", "Records of cleared namespaces that still take space."),
+        (
+            "disk_cleared_records",
+            "cleared_records",
+            "Records of cleared namespaces, or deleted keys, on disk.",
+        ),
         ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),
         ("disk_backlog_bytes", "backlog_bytes", "Payload that waits to be written, or is being written."),
         ("disk_quarantined_bytes", "quarantined_bytes", "Memory that can't be used until a disk answers."),

@@ -447,6 +447,18 @@ class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
     uid: Uid | None = None
 
 
+class Delete(Request, frozen=True, tag="delete"):
+    """Deletes keys of the session's namespace in all tiers of this host, and their objects in the remote store. Keys
+    that are in no tier do no harm, and a group need not be registered. At most 4,096 keys, counted for parts as well,
+    and each group as at least 16. The reply waits up to `wait_s` until all places have recorded it. Only to daemons
+    with the feature `delete`.
+    """
+
+    reply: ClassVar[str] = "deleted"
+    groups: list[GroupKeys]
+    wait_s: WaitSeconds = 10.0
+
+
 class Drain(Request, frozen=True, tag="drain"):
     """Waits for jobs. The reply comes when the jobs that were admitted before it have ended and everything that they
     stored is sealed, or at the deadline. Up to 256 drains of each user can wait; further ones are answered `busy`.
@@ -619,6 +631,19 @@ class Cleared(Reply, frozen=True, tag="cleared", omit_defaults=True):
     unrecorded: list[str] = []
     namespaces: Count = 0
     left: Count = 0
+
+
+class Deleted(Reply, frozen=True, tag="deleted"):
+    """The deletion has taken effect: no copy of the keys that was stored before hits on this host. `keys` and `bytes`:
+    what it dropped from memory; slots under a read lease are freed when the lease ends. `disk_keys`: the number of keys
+    that were on disk. `unrecorded`: the places that have not recorded it yet: paths of disk roots, and `remote` if the
+    store may still have objects. The daemon continues until they have.
+    """
+
+    keys: Count
+    bytes: Count
+    disk_keys: Count
+    unrecorded: list[str]
 
 
 class Drained(Reply, frozen=True, tag="drained"):

@@ -45,7 +45,7 @@ DAEMON_MOVES: dict[ProtocolState, dict[str, ProtocolState]] = {
 
 _OBSERVER = frozenset(
     {"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"}
-    | {"retain", "forget", "claims", "prefetch_claims"}
+    | {"delete", "retain", "forget", "claims", "prefetch_claims"}
 )
 _SCHEDULER = frozenset(REQUESTS) - {"attach", "attach_ipc", "attach_vmm", "detach", "store", "load", "cancel"}
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from kvoffloadd import socketpath
 from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.clearing import Clearings
+from kvoffloadd.cache.deleting import Deletions
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.lowertiers import LowerTiers
@@ -111,6 +112,7 @@ class Context:
     # Found once: looking for them reads the disk. Whether a driver works shows only when a worker names a GPU.
     has_cuda_bindings: bool = field(default_factory=has_bindings)
     clearings: Clearings = field(init=False)
+    deletions: Deletions = field(init=False)
     claims: ClaimSaver = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     quarantine: Quarantine = field(init=False)
@@ -121,6 +123,7 @@ class Context:
     def __post_init__(self) -> None:
         self.claims = ClaimSaver(self.cache, self.disk, self.config.disk.stuck_s)
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
+        self.deletions = Deletions(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
         self.quarantine = Quarantine(self.jobs, self.trusted_uids, self.fatal)
 
@@ -207,6 +210,7 @@ class Context:
             "clear_token",
             "clear_namespaces",
             "clear_user",
+            "delete",
             "composition",
             "detach",
             "tiers",

@@ -122,6 +122,7 @@ def _all_users(context: Context) -> dict[str, Any]:
             "disk_keys_unkept": context.disk.reclaim.keys_unkept if context.disk else 0,
         },
         "clears": context.clearings.figures(),
+        "deletions": context.deletions.figures(),
         "transfers": {
             str(direction): {name: _shown(getattr(counters, name)) for name in counters.__slots__}
             for direction, counters in jobs.counters.items()

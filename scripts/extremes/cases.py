@@ -97,6 +97,21 @@ def keep(scene: Scene) -> Iterator[None]:
     peer.ok("keep", groups=[{"group": 0, "keys": scene.keys(KEYS)}], how="drop")
 
 
+@asks("delete", "4,096 keys")
+def delete(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("delete", groups=[{"group": 0, "keys": scene.keys(4096)}], wait_s=0.0)
+
+
+@asks("delete", "4,096 keys in 256 groups")
+def delete_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    yield
+    groups = [{**one, "keys": one["keys"][: 16 * 32]} for one in shares(packed)]
+    peer.ok("delete", groups=groups, wait_s=0.0)
+
+
 @asks("retain, forget", "16,384 keys")
 def retain_and_forget(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
@@ -515,7 +530,8 @@ CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
     touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups,
     prefetch_in_256_groups, large_claims,
-    many_claims, claims_end, reserve_and_release, store_and_load, store_and_load_of_160_layers,
+    many_claims, claims_end, delete, delete_in_256_groups,
+    reserve_and_release, store_and_load, store_and_load_of_160_layers,
     jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
     jobs_of_256_groups, reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
     a_session_with_30000_pins_ends, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends,

@@ -115,6 +115,7 @@ class Requests:
             "load": lambda: {**self._job(), "expedited": rng.random() < 0.5},
             "cancel": lambda: {"job": names.job},
             "clear": lambda: rng.choice([{}, {"token": rng.randbytes(16), "wait_s": rng.choice([0.0, 0.1])}]),
+            "delete": lambda: {**self._keys(), "wait_s": rng.choice([0.0, 0.1])},
             "drain": lambda: {"deadline_s": rng.choice([0.001, 0.1, 60.0])},
             "status": dict,
             "verify": lambda: {"payloads": rng.random() < 0.1},

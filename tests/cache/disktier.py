@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.cache.claimsaver import ClaimSaver
+from kvoffloadd.cache.deleting import Deletion, Deletions
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.lower.fetches import Fetch, Urgency, keys_below
 from kvoffloadd.cache.memory.audit import check
@@ -208,6 +209,7 @@ class Tier:
             self.cache, self.disk, self.shape.stuck_s, now=lambda: time.time() + self.clock_error_s
         )
         self.tasks: list[asyncio.Task[None]] = []
+        self.recording: list[asyncio.Task[Any]] = []
         self.arena = self.cache.tier.pool.arena
         self.is_closed = False
         self.troubles: list[str] = []
@@ -233,6 +235,7 @@ class Tier:
         saved = read_saved_state(pool.names()) if pool.is_old else None
         if saved is not None:
             self.cache.epochs.merge(saved.base, saved.last, saved.epochs)
+            self.cache.tombstones.add(saved.tombstones)
             await self.claims.inherit(saved.claims)
         await self.disk.start(self._spawn)
         if pool.is_old:
@@ -257,7 +260,7 @@ class Tier:
         """Ends like a process that is killed: nothing is flushed, nothing sealed. What a thread works on ends first,
         and so does the note of a clear, unless `amid_a_note`.
         """
-        for task in self.tasks:
+        for task in (*self.tasks, *self.recording):
             task.cancel()
         for root in self.roots:
             if not amid_a_note:
@@ -393,6 +396,22 @@ class Tier:
     async def clear(self, *namespaces: Namespace) -> None:
         """Clears these namespaces, or all if there are none."""
         await clear(self.cache, self.disk, [namespace.fingerprint for namespace in namespaces] or None)
+
+    def begin_delete(self, keyspace: Keyspace, *numbers: int) -> tuple[Deletions, Deletion]:
+        """Deletes keys; what goes on behind it is cancelled when the tier is dropped."""
+        deletions = Deletions(self.cache, self.disk, None, self._record)
+        return deletions, deletions.begin(keyspace.namespace, [(keyspace.schema.group, keys_of(*numbers))])
+
+    def _record(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self.recording.append(self.loop.create_task(coroutine))
+        return self.recording[-1]
+
+    async def delete(self, keyspace: Keyspace, *numbers: int) -> Deletion:
+        """Deletes keys, durably on all roots."""
+        deletions, deletion = self.begin_delete(keyspace, *numbers)
+        await deletion.tried
+        assert deletions.unrecorded(deletion) == []
+        return deletion
 
     # --- waiting ---
 

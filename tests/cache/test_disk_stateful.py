@@ -217,6 +217,14 @@ class DiskMachine(RuleBasedStateMachine):
             for n in which_ones or range(len(SIZES)):
                 self.stored[n] = set()
 
+    @rule(n=which, keys=numbers)
+    def delete(self, n: int, keys: list[int]) -> None:
+        keyspace = self.keyspace(n)
+        usable = all(root.accepted for root in self.tier.roots) and not self.fails
+        if usable:  # otherwise it would not be durable
+            self.run(self.tier.delete(keyspace, *keys))
+            self.stored[n] -= set(keys)
+
     # --- ends ---
 
     @rule(flush=st.booleans())

@@ -51,6 +51,7 @@ CALLS: dict[str, Callable[[Stage], Any]] = {
     "release": lambda on: on.client.release(1),
     "reserve": lambda on: on.client.reserve(on.groups),
     "clear": lambda on: on.client.clear(),
+    "delete": lambda on: on.client.delete(on.groups),
     "snapshot": lambda on: on.client.snapshot(0),
     "snapshot_page": lambda on: on.client.snapshot_page(0),
     "store": lambda on: on.client.store(on.registration, on.transfers),

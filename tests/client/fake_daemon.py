@@ -320,6 +320,10 @@ class FakeDaemon:
         if not self.manual_completion:
             self.complete(peer, message.job, failed=[b"" for _ in message.groups])
 
+    def _on_delete(self, peer: FakeSession, message: m.Delete) -> None:
+        keys = sum(len(one.keys) // KEY_BYTES for one in message.groups)
+        peer.say(m.Deleted(seq=message.seq, keys=keys, bytes=0, disk_keys=0, unrecorded=[]))
+
     def _on_clear(self, peer: FakeSession, message: m.Clear) -> None:
         peer.say(m.Cleared(seq=message.seq, keys=len(self.held), bytes=0))
         self.held.clear()

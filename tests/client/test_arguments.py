@@ -51,6 +51,7 @@ def right(on: Stage) -> dict[str, dict[str, Any]]:
         "release": {"lease": 1},
         "reserve": {**found, "parts": [0]},
         "clear": {"everything": False, "namespaces": None, "uid": None, "wait_s": 0.0, "token": bytes(16)},
+        "delete": {"groups": on.groups, "wait_s": 0.0},
         "snapshot": {"group": 0},
         "snapshot_page": {"group": 0, "cursor": 0},
         "store": job,

@@ -55,8 +55,8 @@ def small() -> dict[str, Any]:
     ) | {"took_s": {"sum": 0.0, "counts": {"inf": 0}}}  # fmt: skip
     cache = (
         "keys", "index_bytes", "unsealed", "parts_reserved", "parts_committed", "parts_aborted", "parts_sealed",
-        "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",
-        "keys_soon", "keys_done", "keys_touched", "slabs_taken_over", "events_lost",
+        "keys_evicted", "keys_cleared", "keys_deleted", "keys_corrupt", "keys_adopted", "parts_not_adopted",
+        "keys_without_space", "keys_soon", "keys_done", "keys_touched", "slabs_taken_over", "events_lost",
     )  # fmt: skip
     retention = (
         "claims", "claims_made", "claims_expired", "memory_keys", "memory_bytes", "disk_keys", "disk_bytes",
@@ -71,7 +71,8 @@ def small() -> dict[str, Any]:
         "cache": dict.fromkeys(cache, 0), "transfers": {"store": counters, "load": counters},
         "retention": dict.fromkeys(retention, 0),
         "quotas": [],
-        "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
+        "clears": {"unrecorded": 0, "places": []}, "deletions": {"unrecorded": 0, "tombstone_bytes": 0},
+        "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
         "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
         "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},
         "server": dict.fromkeys(server, 0), "open_sessions": {}, "sessions": [], "instances": 0, "devices": {},

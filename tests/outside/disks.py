@@ -16,13 +16,16 @@ from kvoffloadd.storage.disk.manifest import Manifest, decode_manifest, encode_m
 from kvoffloadd.storage.disk.records import DAMAGED, FAILED, OK
 from kvoffloadd.storage.disk.recovery import Kind
 from kvoffloadd.storage.signedpages import digest_of, sign_page
+from kvoffloadd.storage.tombstone import Tombstone
 from tests.cache.conftest import Open, open_tier  # noqa: F401  a fixture
 from tests.outside.changes import Take, changed_bytes, changed_numbers, changed_tree, signed, spots_of
 from tests.storage.disk.builders import NAME, SPACE_A, SPACE_B, Folder, entries_of
 
 
 def manifests(rng: Random) -> None:
-    manifest = Manifest(b"u" * 16, 1, EPOCH_MAX, {b"a" * 16: 3, b"b" * 16: EPOCH_MAX}, rng.choice([0, 1, 1 << 53]))
+    deleted = (Tombstone(b"a" * 16, 0, 3, 1, 9, 8, b"k" * 16, in_store=True),) if rng.random() < 0.5 else ()
+    epochs = {b"a" * 16: 3, b"b" * 16: EPOCH_MAX}
+    manifest = Manifest(b"u" * 16, 1, EPOCH_MAX, epochs, rng.choice([0, 1, 1 << 53]), deleted)
     text = encode_manifest(manifest).rpartition(b"xxh3_128 ")[0]
     if rng.random() < 0.3:
         text = changed_bytes(rng, text)

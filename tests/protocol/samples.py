@@ -109,6 +109,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "release": {"lease": 1},
     "cancel": {"job": 1},
     "clear": {"token": b"t" * 16, "wait_s": 0.5, "namespaces": "m*"},
+    "delete": {"groups": [_KEYS], "wait_s": 0.5},
     "snapshot": {"group": 0},
     "error": {"code": "busy", "message": "later", "fault": "client", "retryable": True},
     "welcome": {
@@ -121,6 +122,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "reserved": {"states": [b"\1"]},
     "accepted": {"job": 1, "states": [b"\1"]},
     "cleared": {"keys": 1, "bytes": 2, "unrecorded": ["/disk", "remote"], "namespaces": 3, "left": 1},
+    "deleted": {"keys": 1, "bytes": 2, "disk_keys": 3, "unrecorded": ["/disk", "remote"]},
     "drained": {"jobs": 0, "unsealed": 0},
     "report": {"status": {"a": [1, {"b": 2.5}]}},
     "verified": {"findings": ["x"], "slots": 1, "payloads": 1},

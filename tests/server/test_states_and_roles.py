@@ -41,6 +41,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "load": {"job": 1, "registration": 1, "groups": [{"group": 0, "keys": keys(1), "blocks": ids(0)}]},
     "cancel": {"job": 1},
     "clear": {},
+    "delete": {"groups": []},
     "drain": {},
     "status": {},
     "verify": {},

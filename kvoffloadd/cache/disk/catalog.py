@@ -85,7 +85,7 @@ class Catalog:
                 )
                 batch = batch[held]
                 keys = self.index.keys[batch[self.missing[batch] == 0]]
-                self._clear(disk_keyspace, batch)
+                self.forget(self.count_deleted(batch))
                 yield keys
         if self.disk_keyspaces.get(disk_keyspace.id) is disk_keyspace:
             self.disk_keyspaces.discard(disk_keyspace)
@@ -231,12 +231,23 @@ class Catalog:
 
     @property
     def cleared_records(self) -> int:
-        """Returns the number of records of cleared namespaces whose space has not been reused yet."""
+        """Returns the number of records of cleared namespaces, and of deleted keys, whose space has not been reused
+        yet.
+        """
         return self._cleared_records.total()
 
     def count_cleared(self, segment: int, records: int) -> None:
-        """Counts records of a segment that belong to an epoch that is over."""
+        """Counts records of a segment that belong to an epoch that is over, or to deleted keys."""
         self._cleared_records[segment] += records
+
+    def count_deleted(self, rows: U32Array) -> I64Array:
+        """Counts the records of keys that are about to be forgotten as cleared. Returns the records."""
+        places = (self.places(disk_keyspace, rows[mask]).ravel() for disk_keyspace, mask in self._by_keyspace(rows))
+        every = np.concatenate([np.zeros(0, np.int64), *places])
+        records: I64Array = every[self.page[every] != 0]
+        for segment, count in zip(*np.unique(self.segment[records], return_counts=True), strict=True):
+            self.count_cleared(int(segment), int(count))
+        return records
 
     @property
     def claimed_rows(self) -> BoolArray:
@@ -413,13 +424,6 @@ class Catalog:
             sizes[mask] = disk_keyspace.part_bytes[parts[mask]]
         pages: I64Array = record_pages(sizes).astype(np.int64)
         return pages
-
-    def _clear(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
-        records = self.places(disk_keyspace, rows).ravel()
-        records = records[self.page[records] != 0]
-        for segment, count in zip(*np.unique(self.segment[records], return_counts=True), strict=True):
-            self.count_cleared(int(segment), int(count))
-        self.forget(records)
 
     def _drop_rows(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
         if not len(rows):

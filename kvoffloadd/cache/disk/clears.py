@@ -1,14 +1,18 @@
-"""Clears on disk: cleared keys are not found any more, and the new epochs go into the manifests. Event loop only."""
+"""Clears on disk: cleared keys are not found any more, and the new epochs go into the manifests. Event loop only.
+
+The manifests have the tombstones of deleted keys, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.changing import changing
+from kvoffloadd.cache.memory.tombstones import TombstoneId
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.scheduling.changes import Changes
@@ -30,6 +34,7 @@ class DiskClears:
         self._contents = contents
         self._stuck_s = stuck_s
         self._recorded: dict[Root, Manifest] = {}  # the manifest that each root has recorded, also while it is off
+        self._deleted: dict[Root, frozenset[TombstoneId]] = {}  # the tombstones in it
         self._emptying: set[int] = set()
 
     @changing
@@ -63,6 +68,11 @@ class DiskClears:
             or not all(manifest.has_clear(names, epoch) for names, epoch in epochs)
         ]
 
+    def without(self, roots: Sequence[Root], tombstones: Iterable[TombstoneId]) -> list[Root]:
+        """Returns which of these roots have not recorded a deletion: its tombstones, as far as they are needed."""
+        needed = {tombstone.id for tombstone in self._contents.cache.tombstones.known(tombstones)}
+        return [root for root in roots if not needed <= self._deleted.get(root, frozenset())]
+
     async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:
         """Frees what these closed disk keyspaces take."""
         for disk_keyspace in disk_keyspaces:
@@ -84,7 +94,9 @@ class DiskClears:
                     self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> None:
-        """Writes the epochs to these roots' manifests. If that fails, `RootLifecycle.check` repeats it."""
+        """Writes the epochs and the tombstones to these roots' manifests. If that fails, `RootLifecycle.check` repeats
+        it.
+        """
         await asyncio.gather(*map(self._save_at, roots))
         self._contents.numbers.changes.notify_all()  # keys that were stored since may be written now
 
@@ -94,11 +106,15 @@ class DiskClears:
             return
         try:
             async with asyncio.timeout(self._stuck_s):
-                await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s)
+                await root.directory.write_epochs(
+                    epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s,
+                    self._contents.cache.tombstones.current(epochs.of),
+                )  # fmt: skip
         except (OSError, KvOffloadError, MemoryError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
-            log.warning("disk %s: a clear could not be recorded: %s", root.name, why)
+            log.warning("disk %s: a clear or a deletion could not be recorded: %s", root.name, why)
         else:
             if root.directory.manifest is not None:  # else it has gone off at this moment
                 self._recorded[root] = root.directory.manifest
+                self._deleted[root] = frozenset(tombstone.id for tombstone in root.directory.manifest.tombstones)
                 self.changes.notify_all()

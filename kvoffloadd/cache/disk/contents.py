@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,13 +17,13 @@ from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
-from kvoffloadd.cache.memory.keys import pack
+from kvoffloadd.cache.memory.keys import join_keys, pack
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, Tier, U32Array, U64Array
 from kvoffloadd.storage.disk.files import Files
-from kvoffloadd.storage.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.format import KeyspaceId, Records
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
 
@@ -147,7 +148,37 @@ class DiskContents:
         after = cursor + count
         return pack(keys, keyspace.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
 
+    # --- records that come ---
+
+    def put(self, disk_keyspace: DiskKeyspace, entries: Records, segment: int) -> None:
+        """Enters records of a segment into the catalog, see `Catalog.put`, except those written before their keys were
+        deleted.
+        """
+        name = disk_keyspace.name
+        space = name.fingerprint, name.epoch, name.group
+        void = self.cache.tombstones.void(space, entries["key"], entries["sequence"])
+        if void.any():
+            self.catalog.count_cleared(segment, int(np.count_nonzero(void)))
+            entries = entries[~void]
+        self.catalog.put(disk_keyspace, entries, segment)
+
     # --- removal ---
+
+    @changing
+    def delete(self, fingerprint: bytes, epoch: int, groups: Sequence[tuple[int, U64Array]]) -> int:
+        """Drops all records of these keys, by group, from the catalog. Returns how many keys were complete."""
+        catalog = self.catalog
+        by_group: dict[int, list[DiskKeyspace]] = {}
+        for each in catalog.disk_keyspaces.of_namespaces([fingerprint]):
+            if each.open and each.name.epoch == epoch:
+                by_group.setdefault(each.name.group, []).append(each)
+        found = [(each.id, keys) for group, keys in groups for each in by_group.get(group, ())]
+        if not found:
+            return 0
+        numbers = np.repeat(np.array([number for number, _ in found], np.uint16), [len(keys) for _, keys in found])
+        rows = catalog.index.find(numbers, join_keys(keys for _, keys in found))
+        records = catalog.count_deleted(distinct(rows[rows >= 0].astype(np.uint32)))
+        return len(self.lose(records, Reason.CLEARED))
 
     @changing
     def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:

@@ -17,13 +17,14 @@ from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.lower.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.memory.changing import changing
+from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import BoolArray, U32Array
 from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.disk.format import ENTRY, Records
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
-from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.disk.segment import PLACE_END, Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
 
 BATCH_BYTES = 8 << 20
@@ -46,6 +47,7 @@ class DemotionWrite:
     failed: bool = False
     dropped: bool = False  # no root took some of the records
     again: bool = False  # and the keys must be offered again
+    first_sequence: int = 0  # of its records
 
 
 @dataclass(slots=True)
@@ -93,6 +95,11 @@ class Demotion:
     def holds(self) -> int:
         """Returns the number of rows that are being written."""
         return sum(len(write.offer.rows) for write in self._writes)
+
+    @property
+    def oldest_sequence(self) -> int:
+        """Returns the first place in history of the records that are being written; PLACE_END: none are."""
+        return min((write.first_sequence for write in self._writes), default=PLACE_END)
 
     @property
     def backlog_bytes(self) -> int:
@@ -228,13 +235,17 @@ class Demotion:
         batch["sequence"] = self._disk.numbers.sequences(len(records))
         batch["payload_bytes"] = np.tile(np.asarray(sizes, np.uint64), len(offer.rows))
         batch["part"] = np.tile(np.arange(keyspace.schema.parts, dtype=np.uint32), len(offer.rows))
-        write = DemotionWrite(offer, disk_keyspace, len(records))
+        write = DemotionWrite(offer, disk_keyspace, len(records), first_sequence=int(batch["sequence"][0]))
         self._cache.hold(offer.rows)
         self._writes.add(write)
         now = self._disk.loop.time()
         total = int(batch["payload_bytes"].sum())
         if delay := self._budget.delay_s(now):
             await asyncio.sleep(delay)
+            live = np.repeat(entries.state[offer.rows] == RowState.LIVE, keyspace.schema.parts)
+            if not live.all():  # some were deleted meanwhile
+                batch, records = batch[live], records[live]
+                self._settle(write, int(np.count_nonzero(~live)), failed=False)
         self._budget.spend(total, len(records), self._disk.loop.time())
         digests, addresses = entries.parts.digest[records], self._cache.entries.payload_addresses(records)
         begin = 0
@@ -282,7 +293,7 @@ class Demotion:
         self, write: DemotionWrite, root: Root, segment: Segment, entries: Records, error: BaseException | None
     ) -> None:
         if error is None and root.holds(segment):
-            self._disk.catalog.put(write.disk_keyspace, entries, segment.ordinal)
+            self._disk.put(write.disk_keyspace, entries, segment.ordinal)
             self.counters.records += len(entries)
             self.counters.bytes += int(entries["payload_bytes"].sum())
         self._settle(write, len(entries), failed=error is not None)

@@ -27,6 +27,7 @@ from kvoffloadd.config import DiskConfig
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.segment import PLACE_END
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class DiskTier(DiskContents):
         def keep(work: Coroutine[Any, Any, None]) -> None:
             self._tasks.append(spawn(work))
 
+        self.numbers.seen(0, self.cache.tombstones.last)
         await self.arrivals.start(keep)
         for root in self.roots:
             keep(self.reclaim.keep(root, self.config.retry_s))
@@ -142,6 +144,14 @@ class DiskTier(DiskContents):
         if disk_keyspace is not None:
             rows = self.catalog.find(disk_keyspace, keys)
             self.catalog.mark_used(rows[rows >= 0])
+
+    @property
+    def oldest_sequence(self) -> int:
+        """Returns the first place in history of the records that some place may have; 0 while this is not known."""
+        if any(root.state == RootState.OFF or not root.is_whole or root in self.arrivals.coming for root in self.roots):
+            return 0
+        segments = (segment.oldest_sequence for root in self.roots for segment in root.pool.segments.values())
+        return min(self.demotion.oldest_sequence, self.reclaim.oldest_sequence, *segments, PLACE_END)
 
     # --- audit ---
 

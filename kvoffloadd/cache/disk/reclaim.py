@@ -37,7 +37,7 @@ from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.storage.disk.format import ENTRY, Records, record_pages
 from kvoffloadd.storage.disk.records import NO_RESOURCES, OK, READ
 from kvoffloadd.storage.disk.root import Root
-from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.disk.segment import PLACE_END, Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Reclaim:
         self.records_rewritten = self.bytes_rewritten = 0
         # Threads read to and write from this memory: a task that can be cancelled must not own it.
         self._staging: set[Staging] = set()
+        self._moving: dict[Root, int] = {}  # the first sequence of the records that were moved last
 
     async def keep(self, root: Root, retry_s: float) -> None:
         """Makes a segment whenever the root has none ahead, until cancelled."""
@@ -123,10 +124,16 @@ class Reclaim:
             return False
         finally:
             root.writer.reserved_pages = 0
+            self._moving.pop(root, None)
         if root.health.write_errors > errors:
             return False  # records in use may exist only there
         await self.give_up(victim, again)
         return victim.ordinal in root.pool.segments and await root.pool.recycle(victim)
+
+    @property
+    def oldest_sequence(self) -> int:
+        """Returns the first place in history of the records that may be being moved; PLACE_END: none are."""
+        return min(self._moving.values(), default=PLACE_END)
 
     # --- which segment ---
 
@@ -340,6 +347,9 @@ class Reclaim:
         reads["page"], reads["part"], reads["payload_bytes"] = catalog.page[records], parts, sizes
         reads["address"] = staging.memory.ctypes.data + (np.cumsum(pages) - pages) * PAGE_BYTES
         reads["key"] = catalog.index.keys[rows]
+        # Before the read: keys that are deleted from now on are void in their new place, too.
+        sequences = self._disk.numbers.sequences(len(records))
+        self._moving[root] = int(sequences[0])
         read: asyncio.Future[tuple[U8Array, U64Array]] = self._disk.loop.create_future()
 
         def on_read(status: U8Array, digests: U64Array) -> None:
@@ -357,7 +367,7 @@ class Reclaim:
         if not len(entries):
             return True
         entries["key"], entries["part"], entries["payload_bytes"] = reads["key"][good], parts[good], sizes[good]
-        entries["sequence"] = self._disk.numbers.sequences(len(entries))
+        entries["sequence"] = sequences[good]
         written: asyncio.Future[None] = self._disk.loop.create_future()
         batch = WriteBatch(disk_keyspace.name, entries, digests[good], reads["address"][good])
         took = root.writer.append(batch, partial(self._moved, disk_keyspace, root, staging, written), rewrite=True)
@@ -380,7 +390,7 @@ class Reclaim:
         self._staging.discard(staging)
         catalog = self._disk.catalog
         if error is None and root.holds(segment):
-            catalog.put(disk_keyspace, entries, segment.ordinal)
+            self._disk.put(disk_keyspace, entries, segment.ordinal)
             rows = catalog.find(disk_keyspace, entries["key"])
             catalog.mark_unused(rows[rows >= 0])
             self.records_rewritten += len(entries)

@@ -3,7 +3,8 @@
 A root comes in five steps:
 
 1. its directory is taken and its manifest read (`Root.open`);
-2. the clears in its manifest are merged, and disk keyspaces of older epochs are closed;
+2. the clears in its manifest are merged, and disk keyspaces of older epochs are closed; so are its deletions, and the
+   deleted keys are dropped;
 3. all its segments are scanned (`Root.recover`);
 4. the clears that its records prove are merged; records of current epochs come into the catalog, and the root is OK;
 5. the merged epochs are written to its manifest, and to those of the others.
@@ -44,6 +45,8 @@ from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
+from kvoffloadd.cache.memory.deletion import delete_keys
+from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.scheduling.steps import Steps, in_turns
@@ -54,6 +57,7 @@ from kvoffloadd.storage.disk.manifest import Manifest
 from kvoffloadd.storage.disk.recovery import Recovered
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.tombstone import Tombstone
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +161,13 @@ class RootLifecycle:
                 self._distrust(root)
             elif manifest.confirmed_s and confirmed.at_s:  # until a round has covered its keys, too
                 confirmed.at_s = min(confirmed.at_s, manifest.confirmed_s)
+        # At once: from now on, a manifest that is written here has them, too.
+        new = self._cache.tombstones.add(manifest.tombstones)
+        self._disk.numbers.seen(0, self._cache.tombstones.last)
         async with self._changing:
             await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+            if new:
+                await in_turns(self._forget_deleted(new))
         if same:
             await root.directory.reject()  # last: it may wait for the disk
 
@@ -229,7 +238,7 @@ class RootLifecycle:
         if disk_keyspace is None:
             return 0
         before = disk_keyspace.keys
-        self._disk.catalog.put(disk_keyspace, entries, segment.ordinal)
+        self._disk.put(disk_keyspace, entries, segment.ordinal)
         return disk_keyspace.keys - before
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
@@ -261,6 +270,24 @@ class RootLifecycle:
             if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
                 cache.save_state()
         await self._clears.empty(self._clears.begin(None))
+
+    def _forget_deleted(self, tombstones: Iterable[Tombstone]) -> Steps[None]:
+        """Drops keys that an earlier run has deleted, as this run learns only now. It is not known whether they were
+        stored anew since: they are dropped in any case.
+        """
+        cache = self._cache
+        for tombstone in tombstones:
+            fingerprint, epoch, group = tombstone.space
+            every = keys_array(tombstone.keys, tombstone.key_bytes)
+            for begin in range(0, len(every), STEP_RECORDS):
+                keys = every[begin : begin + STEP_RECORDS]
+                namespace = cache.namespaces.get(fingerprint)
+                if namespace is not None and namespace.epoch == epoch and group in namespace.keyspaces:
+                    delete_keys(cache, [(namespace.keyspaces[group], keys)])
+                self._disk.delete(fingerprint, epoch, [(group, keys)])
+                yield
+        if cache.namespaces:  # see `_merge_epochs`
+            cache.save_state()
 
     @changing
     def _renew(self, namespace: Namespace) -> None:

@@ -41,6 +41,7 @@ def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[lis
     yield _check_bytes(entries)
     yield _check_held(entries)
     yield cache.retention.check()
+    yield cache.tombstones.check()
     yield entries.index.check_table()
     yield tier.check_pools()
     for start in _spans(lambda: entries.index.rows_end, STEP_ROWS):

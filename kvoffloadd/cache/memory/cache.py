@@ -34,6 +34,7 @@ from kvoffloadd.cache.memory.recordreclaim import RecordReclaim
 from kvoffloadd.cache.memory.retention import Retention
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.memory.tierclaims import TierClaims
+from kvoffloadd.cache.memory.tombstones import Tombstones
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
@@ -54,6 +55,7 @@ class CacheCounters:
     parts_aborted: int = 0
     parts_sealed: int = 0
     keys_cleared: int = 0
+    keys_deleted: int = 0
     keys_corrupt: int = 0
     keys_adopted: int = 0
     parts_not_adopted: int = 0
@@ -100,6 +102,7 @@ class Cache:
         self.counters = CacheCounters()
         self.epochs = Epochs()
         self.confirmed = Confirmed()
+        self.tombstones = Tombstones()
         self.saved_claims = b""  # packed, for `save_state`
         self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
@@ -203,8 +206,9 @@ class Cache:
         """
         self._state_changed = False
         names, left_out = pack_state(
-            self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max, self.saved_claims
-        )
+            self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max, self.saved_claims,
+            self.tombstones.packed(self.epochs.of),
+        )  # fmt: skip
         fits = self.tier.pool.save_names(names)
         if (left_out or not fits) and not self._warned_of_names:
             self._warned_of_names = True

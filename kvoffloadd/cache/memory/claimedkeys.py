@@ -77,6 +77,14 @@ class ClaimedKeys:
         """Returns whether claims name keys of this keyspace."""
         return keyspace in self._groups
 
+    def numbers_of(self, keyspace: Keyspace, keys: U64Array) -> U32Array:
+        """Returns the numbers of those of these keys that claims name."""
+        if (group := self._groups.get(keyspace)) is None:
+            return NO_NUMBERS
+        numbers = self.index.find(group.number, keys)
+        claimed: U32Array = numbers[numbers >= 0].astype(np.uint32)
+        return claimed
+
     # --- rows that come, are used and go ---
 
     def came(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, rows: U32Array) -> U32Array:

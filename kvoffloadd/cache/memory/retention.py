@@ -20,7 +20,7 @@ from kvoffloadd.cache.memory.claim import Claim
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.tierclaims import Prompt, TierClaims
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.scheduling.shares import share_left
 
 CLAIMS_MAX, CLAIMS_PER_USER = 4096, 1024
@@ -226,6 +226,15 @@ class Retention:
         """Ends all claims of a namespace, since its keys are cleared; or those that an earlier run made."""
         claims = self._by_namespace.get(namespace, {}).values()
         self._end([claim for claim in claims if claim.restored or not restored_only])
+
+    @changing
+    def forget_keys(self, groups: Sequence[tuple[Keyspace, U64Array]]) -> None:
+        """Cuts claims of keys that are deleted, of groups of one namespace, to what comes before these in their
+        prompts.
+        """
+        were_any = [tier.cut_before(groups) for tier in self.tiers]
+        if any(were_any):
+            self.on_change()
 
     @changing
     def expire(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Packs and reads what is saved next to the arena for a warm restart: namespaces, epochs and claims. Pure."""
+"""Packs and reads what is saved next to the arena for a warm restart: namespaces, epochs, claims, tombstones. Pure."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvoffloadd.model import (
     GroupKind,
     GroupSchema,
 )
+from kvoffloadd.storage.tombstone import Tombstone
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
-    """Holds namespaces, epochs and claims as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`;
-    `claims`: see `savedclaims`.
+    """Holds namespaces, epochs, claims and tombstones as a predecessor saved them. `base`, `last` and `epochs`: see
+    `Epochs`; `claims`: see `savedclaims`.
     """
 
     base: _Epoch
@@ -91,6 +92,7 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
     epochs: dict[_Fingerprint, _Epoch]
     keyspaces: list[SavedKeyspace]
     claims: bytes = b""
+    tombstones: list[Tombstone] = []
 
 
 def are_consistent(keyspaces: Sequence[SavedKeyspace]) -> bool:
@@ -110,10 +112,10 @@ def are_consistent(keyspaces: Sequence[SavedKeyspace]) -> bool:
 
 
 def pack_state(
-    namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int, claims: bytes = b""
+    namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int, claims: bytes = b"", tombstones: bytes = b""
 ) -> tuple[bytes, list[int]]:
     """Returns the packed state, for `read_saved_state`, and the users with keyspaces that are left out, since they need
-    too much space. The claims are left out before any keyspace.
+    too much space. The claims are left out before any keyspace. `tombstones`: packed, see `Tombstones`.
     """
     by_uid: dict[int, list[bytes]] = {}
     for namespace in namespaces:
@@ -123,15 +125,17 @@ def pack_state(
     head = b"".join(map(packer.pack, (epochs.base, epochs.last, epochs.by_namespace)))
     sizes = {uid: sum(map(len, packed)) for uid, packed in by_uid.items()}
     left_out = []
+    bytes_max -= len(tombstones)
     while sizes and len(head) + _ARRAYS_BYTES + sum(sizes.values()) > bytes_max:
         left_out.append(max(sizes, key=sizes.__getitem__))
         del sizes[left_out[-1]]
     keyspaces = [packed for uid in sizes for packed in by_uid[uid]]
     body = [head, packer.pack_array_header(len(keyspaces)), *keyspaces]
-    # Without claims it is as earlier daemons write it; they ignore what follows the keyspaces.
-    if not claims or len(head) + _ARRAYS_BYTES + sum(sizes.values()) + len(claims) > bytes_max:
-        return b"".join([packer.pack_array_header(4), *body]), left_out
-    return b"".join([packer.pack_array_header(5), *body, packer.pack(claims)]), left_out
+    if len(head) + _ARRAYS_BYTES + sum(sizes.values()) + len(claims) > bytes_max:
+        claims = b""
+    # Without claims and tombstones it is as earlier daemons write it; they ignore what follows the keyspaces.
+    more = [packer.pack(claims)] * bool(claims or tombstones) + [tombstones] * bool(tombstones)
+    return b"".join([packer.pack_array_header(4 + len(more)), *body, *more]), left_out
 
 
 def pack_keyspace(keyspace: Keyspace) -> bytes:
@@ -171,6 +175,8 @@ def read_saved_state(names: bytes) -> SavedState | None:
     try:
         saved = msgspec.msgpack.decode(names, type=SavedState)
         why = "" if are_consistent(saved.keyspaces) else "its groups can't be together"
+        if not all(tombstone.is_sound for tombstone in saved.tombstones):
+            why = "its deleted keys are not whole"
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         why = str(error)
     if not why:

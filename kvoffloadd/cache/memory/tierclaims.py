@@ -283,11 +283,33 @@ class TierClaims:
         if not left:
             return self._lapse([claim])
         self.num_cut += 1
+        self._leave_first(claim, kept, left)
+
+    def _leave_first(self, claim: Claim, kept: Kept, left: int) -> None:
+        """Lets all but the first keys of a claim go."""
         hits = self.hits(claim)
         cut, kept.numbers, kept.ends = kept.numbers[left:], kept.numbers[:left], kept.ends[:left]
         kept.uses_before = int(self.claimed.uses[kept.numbers[-1]]) - hits
         self.num_named[claim.namespace.uid] -= len(cut)
         self._release([(claim, cut)])
+
+    def cut_before(self, groups: Sequence[tuple[Keyspace, U64Array]]) -> bool:
+        """Cuts the claims that name one of these keys, of groups of one namespace, to the beginning of their prompts
+        that names none. Returns whether there were any.
+        """
+        named = np.concatenate([NO_NUMBERS, *(self.claimed.numbers_of(keyspace, keys) for keyspace, keys in groups)])
+        if not len(named):
+            return False
+        flags, ended = np.zeros(self.claimed.index.rows_end, bool), list[Claim]()
+        flags[named] = True
+        for claim, kept in list(self._of_user[groups[0][0].namespace.uid].items()):
+            gone = np.flatnonzero(flags[kept.numbers])
+            if len(gone) and (left := int(np.searchsorted(kept.ends, kept.ends[gone[0]]))):
+                self._leave_first(claim, kept, left)
+            elif len(gone):
+                ended.append(claim)
+        self.remove(ended)
+        return True
 
     # --- the last resort ---
 

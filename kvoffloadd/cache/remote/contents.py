@@ -107,6 +107,12 @@ class RemoteContents:
         """Returns whether the place's era is still current."""
         return self.eras.is_current(place.space.fingerprint, place.number)
 
+    def leaving(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
+        """Returns which of these keys were deleted, and may have an object from before: none of them is fetched."""
+        namespace = keyspace.namespace
+        space = namespace.fingerprint, namespace.epoch, keyspace.schema.group
+        return self.cache.tombstones.leaving_store(space, keys)
+
     # --- beliefs ---
 
     def reset(self, rows: U32Array) -> None:

@@ -305,6 +305,7 @@ class RemoteFetching(Fetches):
             return None  # it was cleared meanwhile
         found = self._cache.find(keyspace, wanted.keys)
         missing = np.flatnonzero(found.rows < 0)
+        missing = missing[~self._remote.leaving(keyspace, wanted.keys[missing])]  # deleted since the store was asked
         place = self._remote.place(keyspace)
         if place is not None and len(missing):
             num_bytes = len(missing) * object_bytes(keyspace)

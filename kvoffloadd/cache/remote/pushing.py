@@ -17,7 +17,9 @@ import numpy as np
 from kvoffloadd.agentwire.frames import HEADER_BYTES
 from kvoffloadd.cache.lower.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.memory.changing import changing
+from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.tombstones import Space
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace
 from kvoffloadd.model import BoolArray, U8Array, U32Array
 from kvoffloadd.scheduling.changes import Changes
@@ -48,6 +50,7 @@ class PendingPush:
 
     batch: BacklogBatch
     place: RemotePlace
+    is_put: bool = False  # the store's client reads the slots
 
 
 @dataclass(slots=True)
@@ -156,6 +159,11 @@ class Pushing:
         if keyspace.retired or not self._remote.is_current(place):
             self._settle(push, "cleared")
             return
+        self._leave_deleted(push)
+        rows, push.is_put = push.batch.rows, True
+        if not len(rows):
+            self._settle(push)
+            return
         self._budget.spend(size, 1, self._remote.loop.time())
         records = entries.parts.run(entries.first[rows], width)
         addresses = entries.payload_addresses(records.ravel()).reshape(-1, width)
@@ -163,6 +171,24 @@ class Pushing:
         digests = entries.parts.digest[records]
         done = partial(self._done, push)
         self._store.put(names, addresses, keyspace.part_bytes, digests, time.monotonic() + PUT_S, done)
+
+    def _leave_deleted(self, push: PendingPush) -> None:
+        """Leaves out keys that were deleted, or found corrupt, since the batch was taken."""
+        live = self._cache.entries.state[push.batch.rows] == RowState.LIVE
+        if not live.all():
+            gone, push.batch = push.batch.rows[~live], push.batch.only(live)
+            self._drop(gone, "cleared")
+            self._cache.unhold(gone)
+
+    def puts_deleted(self, space: Space) -> bool:
+        """Returns whether keys of this space are being put that were deleted since."""
+        state = self._cache.entries.state
+        return any(
+            push.is_put
+            and (push.batch.keyspace.namespace.fingerprint, push.place.space.group) == (space[0], space[2])
+            and bool((state[push.batch.rows] != RowState.LIVE).any())
+            for push in self._pushes
+        )
 
     async def _until_ready(self, num_bytes: int) -> None:
         """Waits until the store takes puts, has room for `num_bytes` under way, and the budget allows one more."""

@@ -4,6 +4,7 @@
     eras       the current era of each namespace, and clears that hold on every host
     fetching   questions, and gets into slots
     pushing    puts
+    removals   of the objects of deleted keys
 
 A key that neither memory nor disk has may be there. Only the store knows, so it is asked: for at most `lookup_keys` of
 a request, and for none while it does not answer. Its answers are hints until a payload has come and was verified.
@@ -27,6 +28,7 @@ from kvoffloadd.cache.remote.eras import Eras
 from kvoffloadd.cache.remote.fetching import RemoteFetching
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.pushing import Pushing
+from kvoffloadd.cache.remote.removals import Removals
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
@@ -53,6 +55,7 @@ class RemoteTier:
         self._contents = RemoteContents(cache, store, self.eras, config, loop)
         self.fetching = RemoteFetching(self._contents)
         self.pushing = Pushing(self._contents)
+        self.removals = Removals(self._contents, self.pushing)
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
@@ -63,6 +66,7 @@ class RemoteTier:
         """Starts the store's agent and the background tasks. `spawn` runs a task that the daemon owns."""
         self.store.start()
         self._tasks = [spawn(self.eras.run()), spawn(self.eras.watch()), spawn(self.eras.sweeps.run())]
+        self._tasks.append(spawn(self.removals.run()))
         if not self.pushing.is_off:
             self._tasks.append(spawn(self.pushing.run()))
 
@@ -140,6 +144,7 @@ class RemoteTier:
         # The ranks are still storing a key that has some parts in memory.
         missing = np.flatnonzero((lookup.states == _MISS) & (lookup.rows < 0))
         missing = missing[~self._contents.missed(keyspace, keys[missing])]
+        missing = missing[~self._contents.leaving(keyspace, keys[missing])]
         if not len(missing):
             return None
         mask = np.zeros(len(keys), bool)

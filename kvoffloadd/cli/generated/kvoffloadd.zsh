@@ -250,7 +250,7 @@ _shtab_kvoffloadd_status_options=(
   "--all[show all figures of all sections]"
   "--json[print one JSON object]"
   "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
-  "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, retention, quotas, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
+  "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, retention, quotas, clears, deletions, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
 )
 
 # guard to ensure default positional specs are added only once per session

@@ -44,6 +44,7 @@ from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.subscription import Subscription
 from kvoffloadd.server.session.claimprefetch import prefetch_claims
 from kvoffloadd.server.session.claims import SessionClaims
+from kvoffloadd.server.session.deletes import delete
 from kvoffloadd.server.session.drains import drain
 from kvoffloadd.server.session.jobs import SessionJobs
 from kvoffloadd.server.session.pins import Lookups, PendingPins, find_all
@@ -466,6 +467,7 @@ class Session:
         m.Detach: _detach,
         m.Unregister: _unregister,
         m.Clear: _clear,
+        m.Delete: lambda self, message: delete(message, self._own_namespace(), self._context.deletions, self._account),
         m.Drain: _drain,
         m.PrefetchClaims: _prefetch_claims,
         m.Verify: _verify,

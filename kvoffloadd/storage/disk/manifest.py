@@ -1,6 +1,7 @@
-"""The manifest of a root: its identity, and the epochs of cleared namespaces. A small readable text.
+"""The manifest of a root: its identity, the epochs of cleared namespaces, and deleted keys. A small readable text.
 
-A record is served only if its epoch matches its namespace's: without the manifest, no record is.
+A record is served only if its epoch matches its namespace's, and if it was written after its key was deleted: without
+the manifest, no record is.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import xxhash
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError, Files
 from kvoffloadd.storage.disk.replacedfile import read_whole, replace, write_new
+from kvoffloadd.storage.tombstone import Tombstone
 
 MANIFEST_NAME = "manifest"
 MANIFEST_VERSION = 1
 CONFIRMED_VERSION = 2
 """The version of manifests with the time at which a shared store last confirmed their epochs."""
+
+DELETED_VERSION = 3
+"""The version of manifests with deleted keys, so that daemons that do not know of these do not use the root."""
 
 _CHECKSUM = b"xxh3_128 "
 _BYTES_MAX = 256 << 20
@@ -42,6 +47,7 @@ class Manifest:
     last_epoch: int  # the highest known epoch when this was written
     epochs: dict[bytes, int] = field(default_factory=dict)  # of namespaces, by fingerprint
     confirmed_s: int = 0  # when a shared store last confirmed the epochs, in seconds since 1970; 0: never
+    tombstones: tuple[Tombstone, ...] = ()  # of deleted keys
 
     def epoch_of(self, fingerprint: bytes) -> int:
         """Returns the epoch of a namespace: records of other epochs are dead."""
@@ -63,12 +69,37 @@ class Manifest:
 
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Keys = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
 _Time = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 
 
 class _Version(msgspec.Struct):
     version: int
+
+
+class _StoredTombstone(msgspec.Struct, forbid_unknown_fields=True):
+    fingerprint: _Hex
+    uid: int
+    epoch: int
+    group: int
+    number: int
+    key_bytes: int
+    keys: _Keys
+    in_store: bool
+
+    def decode(self) -> Tombstone:
+        """Returns the tombstone. Raises MsgspecError or ValueError if there can be none like it."""
+        tombstone = msgspec.convert(
+            [
+                *(bytes.fromhex(self.fingerprint), self.uid, self.epoch, self.group, self.number, self.key_bytes),
+                *(bytes.fromhex(self.keys), self.in_store),
+            ],
+            Tombstone,
+        )
+        if not tombstone.is_sound:
+            raise ValueError(f"{len(tombstone.keys)} bytes of deleted keys are no whole number of keys")
+        return tombstone
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,6 +109,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     last_epoch: _Epoch
     epochs: dict[_Hex, _Epoch]
     confirmed_s: _Time | None = None
+    deleted: list[_StoredTombstone] = []
 
 
 async def read_manifest(path: Path, executor: Executor | None = None, files: Files = FILES) -> Manifest | None:
@@ -114,7 +146,7 @@ def read_manifest_in(files: Files, directory_fd: int) -> Manifest | None:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Returns the manifest as text: JSON, then a line with the checksum of all before it."""
     stored: dict[str, object] = {
-        "version": CONFIRMED_VERSION if manifest.confirmed_s else MANIFEST_VERSION,
+        "version": _version_of(manifest),
         "root_uuid": manifest.root_uuid.hex(),
         "base_epoch": manifest.base_epoch,
         "last_epoch": manifest.last_epoch,
@@ -122,8 +154,21 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.confirmed_s:
         stored["confirmed_s"] = manifest.confirmed_s
+    if manifest.tombstones:
+        stored["deleted"] = [_stored(tombstone) for tombstone in manifest.tombstones]
     text = json.dumps(stored, indent=1).encode() + b"\n"
     return text + _CHECKSUM + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+
+
+def _version_of(manifest: Manifest) -> int:
+    if manifest.tombstones:
+        return DELETED_VERSION
+    return CONFIRMED_VERSION if manifest.confirmed_s else MANIFEST_VERSION
+
+
+def _stored(tombstone: Tombstone) -> dict[str, object]:
+    stored = msgspec.structs.asdict(tombstone)
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in stored.items()}
 
 
 def decode_manifest(raw: bytes) -> Manifest:
@@ -138,14 +183,17 @@ def decode_manifest(raw: bytes) -> Manifest:
         raise DiskManifestError("the manifest is damaged: its checksum is wrong")
     try:
         version = msgspec.json.decode(text, type=_Version).version
-        if version not in (MANIFEST_VERSION, CONFIRMED_VERSION):
-            raise DiskVersionError(f"the manifest has version {version}, this program knows {CONFIRMED_VERSION}")
+        if version not in (MANIFEST_VERSION, CONFIRMED_VERSION, DELETED_VERSION):
+            raise DiskVersionError(f"the manifest has version {version}, this program knows {DELETED_VERSION}")
         stored = msgspec.json.decode(text, type=_Stored)
-        if (stored.confirmed_s is not None) != (version == CONFIRMED_VERSION):
+        if version != DELETED_VERSION and (stored.confirmed_s is not None) != (version == CONFIRMED_VERSION):
             raise DiskManifestError(f"the manifest is damaged: confirmed_s does not go with version {version}")
+        if bool(stored.deleted) != (version == DELETED_VERSION):
+            raise DiskManifestError(f"the manifest is damaged: deleted keys do not go with version {version}")
         epochs = {bytes.fromhex(name): epoch for name, epoch in stored.epochs.items()}
         uuid, confirmed_s = bytes.fromhex(stored.root_uuid), stored.confirmed_s or 0
-        return Manifest(uuid, stored.base_epoch, stored.last_epoch, epochs, confirmed_s)
+        tombstones = tuple(tombstone.decode() for tombstone in stored.deleted)
+        return Manifest(uuid, stored.base_epoch, stored.last_epoch, epochs, confirmed_s, tombstones)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 

@@ -76,6 +76,7 @@ class Root:
         self.writer = Writer(self.directory, self.pool, self.health, self.write_lane, numbers.changes)
         self.reader = Reader(self.directory, self.health, self.read_lane, numbers.changes, self.pool.lost)
         self.epochs: dict[bytes, int] = {}  # see `RootScan`
+        self.is_whole = False  # see `RootScan`
         self._numbers = numbers
         self._trusted = True
         self._has_remarked = False
@@ -153,7 +154,7 @@ class Root:
         scan = await scan_root(self.directory, self.read_lane, self._numbers, trusted=self._trusted)
         if not self._trusted:
             await self._start_empty(scan.reusable)
-        self.epochs = scan.epochs
+        self.epochs, self.is_whole = scan.epochs, scan.is_whole
         self._damaged_records += scan.damaged_records
         self._damaged_segments += scan.damaged_segments
         kept = await self.pool.adopt(scan)

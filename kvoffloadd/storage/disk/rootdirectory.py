@@ -41,6 +41,7 @@ from kvoffloadd.storage.disk.opening import (
 )
 from kvoffloadd.storage.disk.replacedfile import remove
 from kvoffloadd.storage.disk.segment import SegmentMaker, try_pages, try_segment
+from kvoffloadd.storage.tombstone import Tombstone
 from kvoffloadd.units import format_path
 
 T = TypeVar("T")
@@ -217,9 +218,17 @@ class RootDirectory:
         """Returns whether `has_epoch`, or the manifest that is being written may have it."""
         return self.has_epoch(keyspace) or bool(self._writes)
 
-    async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int = 0) -> None:
-        """Makes clears durable. The write continues if this call is cancelled, since there is one temporary name for a
-        half-written manifest. `epochs` are copied, and cover those of earlier calls. `confirmed_s`: see `Manifest`.
+    async def write_epochs(
+        self,
+        base: int,
+        last: int,
+        epochs: dict[bytes, int],
+        confirmed_s: int = 0,
+        tombstones: tuple[Tombstone, ...] = (),
+    ) -> None:
+        """Makes clears and deletions durable. The write continues if this call is cancelled, since there is one
+        temporary name for a half-written manifest. `epochs` are copied, and cover those of earlier calls.
+        `confirmed_s`: see `Manifest`.
 
         One manifest is written at a time, and the next one serves all calls made meanwhile: no call waits for more than
         two, however many clears there are.
@@ -231,7 +240,7 @@ class RootDirectory:
         # Only one write waits: later calls know all epochs of earlier ones, and while a disk hangs any number of calls
         # may come.
         confirmed_s = confirmed_s or self.manifest.confirmed_s
-        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs), confirmed_s)
+        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs), confirmed_s, tombstones)
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_task(self._write_next())
             self._writes.add(self._waiting)

@@ -31,6 +31,7 @@ class RootScan:
     # By fingerprint, the latest epoch in any record, valid or not: its namespace was cleared then, even if no manifest
     # has the clear.
     epochs: dict[bytes, int] = field(default_factory=dict)
+    is_whole: bool = True  # all that the files hold is known
 
     def add_epochs(self, keyspaces: list[KeyspaceId]) -> None:
         """Merges the epochs of keyspaces with records in a segment."""
@@ -53,6 +54,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         raise OSError(errno.EIO, "no segment can be read")
     for name, recovered in zip(names, found, strict=True):
         if recovered is None:
+            scan.is_whole = False
             scan.foreign_bytes += await lane.perform(partial(directory.left_bytes, name, 0))
             continue
         if recovered.kind is Kind.FOREIGN:
@@ -66,6 +68,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         scan.add_epochs(recovered.keyspaces)
         if recovered.header is None or not len(recovered.entries) or not trusted:
             if recovered.kind is Kind.UNREADABLE:
+                scan.is_whole = False
                 log.warning(
                     "%s/segments/%s has another version and is kept until its space is needed",
                     directory.name,
@@ -74,6 +77,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
             scan.reusable.append((recovered.name, recovered.size_bytes))
         else:
             segment = Segment(numbers.ordinal(), recovered.name, recovered.header, recovered.size_bytes)
+            segment.oldest_sequence = int(recovered.entries["sequence"].min())
             numbers.seen(recovered.header.number, int(recovered.entries["sequence"].max()))
             scan.kept.append((segment, recovered))
         scan.damaged_records += recovered.damaged

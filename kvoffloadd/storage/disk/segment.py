@@ -46,6 +46,9 @@ RECORD_PAGES_MIN: Final = 2
 PLACE_MAX: Final = 1 << 62
 """The limit of places in history. No daemon reaches it by counting."""
 
+PLACE_END: Final = 1 << 64
+"""A place behind all others."""
+
 
 @dataclass(slots=True, eq=False)
 class Segment:
@@ -67,6 +70,7 @@ class Segment:
     broken: bool = False  # a write has failed: no more is written here, and its contents stay readable
     gone: bool = False  # its file was removed
     spared_at: int = 0  # a place in history: when it was due for reclaiming, but much of it had been read
+    oldest_sequence: int = PLACE_END  # of all records that it may have; PLACE_END: it has none
 
     @property
     def place(self) -> int:
@@ -130,6 +134,11 @@ class SequenceNumbers:
         first = self._sequence + 1
         self._sequence += count
         return np.arange(first, first + count, dtype=np.uint64)
+
+    @property
+    def last_sequence(self) -> int:
+        """The last record's place in history."""
+        return self._sequence
 
     def seen(self, number: int, sequence: int) -> None:
         """Notes numbers in use on disk. Counting does not continue from a place beyond `PLACE_MAX`: nothing could

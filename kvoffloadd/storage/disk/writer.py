@@ -114,6 +114,7 @@ class Writer:
         segment.next_page = int(ends[count - 1])
         segment.num_entries += count
         segment.writers += 1
+        segment.oldest_sequence = min(segment.oldest_sequence, int(entries["sequence"].min()))
         work = partial(_write, self._files, segment, entries, keyspace, batch.digests[:count], batch.addresses[:count])
         self._next_batch += 1
         finish = partial(self._written, self._next_batch, segment, entries, done)

@@ -23,6 +23,7 @@ from kvoffloadd.storage.disk.manifest import (
     read_manifest,
     write_manifest,
 )
+from kvoffloadd.storage.tombstone import Tombstone
 from kvoffloadd.testing.wait import until
 
 FULL = Manifest(b"r" * 16, 3, 9, {b"a" * 16: 9, b"b" * 16: 2})
@@ -127,7 +128,7 @@ def signed(text: str) -> bytes:
     return raw + f"xxh3_128 {xxhash.xxh3_128_hexdigest(raw)}\n".encode()
 
 
-@pytest.mark.parametrize("version", [0, 3, 99])
+@pytest.mark.parametrize("version", [0, 4, 99])
 def test_other_versions_are_told_from_damage(version: int) -> None:
     with pytest.raises(DiskVersionError, match=f"version {version}"):
         decode_manifest(signed(f'{{"version": {version}, "new": []}}\n'))
@@ -158,7 +159,39 @@ def test_signed_nonsense_is_damage(text: str) -> None:
         decode_manifest(signed(text))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"version": 3', '"version": 1'),
+        ('"version": 3', '"version": 2'),
+        ('"keys": "6b', '"keys": "'),
+        ('"number": 5', '"number": 0'),
+        ('"group": 1', '"group": -1'),
+        ('"key_bytes": 8', '"key_bytes": 7'),
+        ('"in_store": false', '"in_store": 0'),
+    ],
+)
+def test_deleted_keys_that_can_not_be_are_damage(old: str, new: str) -> None:
+    tombstone = Tombstone(b"f" * 16, 7, 3, 1, 5, 8, b"k" * 16)
+    text = encode_manifest(Manifest(b"r" * 16, 3, 9, {}, tombstones=(tombstone,))).rpartition(b"xxh3_128 ")[0].decode()
+    assert decode_manifest(signed(text)).tombstones == (tombstone,)
+    assert old in text
+    with pytest.raises(DiskManifestError):
+        decode_manifest(signed(text.replace(old, new)))
+
+
 epochs = st.integers(0, EPOCH_MAX)
+tombstones = st.builds(
+    Tombstone,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, (1 << 32) - 1),
+    epochs,
+    st.integers(0, (1 << 31) - 1),
+    st.integers(1, EPOCH_MAX),
+    st.just(8),
+    st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join),
+    st.booleans(),
+)
 
 
 @given(
@@ -167,11 +200,12 @@ epochs = st.integers(0, EPOCH_MAX)
     last=epochs,
     by_name=st.dictionaries(st.binary(min_size=16, max_size=16), epochs, max_size=5),
     confirmed_s=st.integers(0, 1 << 53),
+    deleted=st.lists(tombstones, max_size=3).map(tuple),
 )
 def test_any_manifest_comes_back(
-    uuid: bytes, base: int, last: int, by_name: dict[bytes, int], confirmed_s: int
+    uuid: bytes, base: int, last: int, by_name: dict[bytes, int], confirmed_s: int, deleted: tuple[Tombstone, ...]
 ) -> None:
-    manifest = Manifest(uuid, base, last, by_name, confirmed_s)
+    manifest = Manifest(uuid, base, last, by_name, confirmed_s, deleted)
     assert decode_manifest(encode_manifest(manifest)) == manifest
     for name, epoch in by_name.items():
         assert manifest.epoch_of(name) == epoch
