@@ -24,6 +24,7 @@ MODULES = {
     "bench_submit": "bench.submit",
     "bench_vllm": "vllm.bench",
     "command_files": "command_files",
+    "curve_error": "replay.curve_error",
     "demo_remote": "demo.remote",
     "dist": "dist.__main__",
     "flood": "fuzz.flood",

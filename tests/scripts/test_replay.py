@@ -207,6 +207,17 @@ def test_a_table_of_policies() -> None:
     assert (wrong.status, "'mru' is not one of" in wrong.said) == (2, True)
 
 
+def test_errors_of_the_curve() -> None:
+    options = ("tree", "--requests", "200", "--policies", "lru", "--seeds", "2", "--rows")
+    exact, sampled = (run_script("curve_error", *options, rows).figures["results"][0] for rows in ("4096", "64"))
+    assert exact["errors"] == [[0.0] * 5] * 2
+    assert exact["rates"] == sampled["rates"]
+    assert min(sampled["sample_rates"]) < 1
+    wrong = run_script("curve_error", "--policies", "mru")
+    assert (wrong.status, "'mru' is not one of" in wrong.said) == (2, True)
+    assert run_script("curve_error", "no-such-file").status == 2
+
+
 def test_more_workers_than_requests(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [[0, 1, 2], [0, 1, 3]])
     found = run_script("replay_trace", str(trace), "--workers", "3").figures
