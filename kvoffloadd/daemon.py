@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -42,8 +41,7 @@ from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.errors import ConfigError, ResourceError
-from kvoffloadd.linux.hugepages import why_not_transparent
-from kvoffloadd.linux.memorylimits import check_memory_fits, has_memory_limit, worker_totals
+from kvoffloadd.linux.memorylimits import has_memory_limit, worker_totals
 from kvoffloadd.linux.numa import cpus_near, place_memory
 from kvoffloadd.linux.standarderror import leave
 from kvoffloadd.linux.systemd import Systemd
@@ -64,10 +62,11 @@ from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.reload import Reload, adapt
 from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.watchdog import Watchdog
-from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
+from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
+from kvoffloadd.storage.pool import take_pool
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.units import format_path
 
@@ -80,12 +79,6 @@ SWITCH_S = 0.0005
 """How long a lane's thread may run Python before the loop has its turn: a tenth of the default. Lanes spend most of
 their time in system calls and hashing, which release the GIL; the rest is short, but there are many lanes.
 """
-
-POOL_NAME = "kvoffloadd-pool"
-"""The memory tier's name in systemd's store."""
-
-FORGET_S = 60.0
-"""How long it may take until the memory of an unusable pool is free."""
 
 USERS_AT_START = 16
 """The users of `allowed_uids` with threads that are made at the start, if threads can be made. The threads of others
@@ -129,7 +122,7 @@ def run(
         listener = place.listen()
         place_memory(config.memory.numa)
         with startup.refusals():
-            pool = _pool(config, systemd)
+            pool = take_pool(config.memory, systemd)
         daemon = Daemon(config, place, listener, metrics, pool, planted, switches, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
     except RuntimeError as error:
@@ -138,56 +131,6 @@ def run(
         raise
     finally:
         place.close()
-
-
-def _pool(config: Config, systemd: Systemd) -> ArenaFile:
-    """Returns the memory tier's pool, which an earlier run may have left."""
-    memory = config.memory
-    kept = systemd.take(POOL_NAME)
-    if memory.pool_file:
-        if kept is not None:
-            systemd.forget(POOL_NAME)
-            discard(kept)
-        patience_s = FORGET_S if kept is not None else 0.0
-        await_memory = partial(_await_room, check_memory_fits, patience_s=patience_s)
-        return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, await_memory)
-    wants_reserved = memory.huge_pages == "reserved"
-    pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes, check_memory_fits)
-    if pool is None:
-        if kept is not None:
-            systemd.forget(POOL_NAME)
-        _await_room(check_pool_fits, memory, FORGET_S if kept is not None else 0.0)
-        pool = ArenaFile.make(memory.capacity_bytes, memory.slab_bytes, reserved=wants_reserved)
-        systemd.store(POOL_NAME, pool.fd)
-    elif pool.reserved != wants_reserved:
-        log.warning(
-            'memory.huge_pages = "%s": the memory tier that was kept %s and is used as it is; the setting takes '
-            "effect after systemctl stop and start, which lose the contents of memory",
-            memory.huge_pages,
-            "lies in reserved huge pages" if pool.reserved else "does not lie in reserved huge pages",
-        )
-    if memory.huge_pages in ("auto", "transparent") and not pool.reserved:
-        reason = why_not_transparent()
-        if not reason:
-            pool.ask_for_huge_pages()
-        elif memory.huge_pages == "transparent":
-            log.warning('memory.huge_pages = "transparent": there are no huge pages: %s', reason)
-    return pool
-
-
-def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
-    """Raises what `check` of the `room` still raises at the deadline. Memory that systemd releases takes some time to
-    be free.
-    """
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until:
-        try:
-            check(room)
-        except ConfigError:
-            time.sleep(0.1)
-        else:
-            return
-    check(room)
 
 
 def _holes(fill: bool | str) -> UserfaultGuard | None:

@@ -18,6 +18,7 @@ import pytest
 
 from kvoffloadd import __version__, cli, config, errors
 from kvoffloadd.cli import report
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
@@ -424,7 +425,7 @@ def test_progress_is_shown_while_work_lasts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(report.ProgressLine, "NEXT_S", 0.02)
     screen = TerminalText()
     monkeypatch.setattr("sys.stderr", screen)
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     with report.ProgressLine("/nvme0\x07") as line:
         while ": 25% of 4 MiB, " not in screen.getvalue() and time.monotonic() < until:
             line.update(1 << 20, 4 << 20)

@@ -20,6 +20,7 @@ from kvoffloadd import checks, config, socketpath
 from kvoffloadd.cli.report import config_text
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.quotalimits import QuotaLimits
+from kvoffloadd.testing.wait import HANG_S
 from kvoffloadd.units import BYTES_MAX, format_bytes, format_path, format_seconds, parse_bytes
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
@@ -501,7 +502,9 @@ def test_a_path_of_a_file_is_read_where_the_locale_is_ascii(tmp_path: Path) -> N
         f"sys.stdout.buffer.write(os.fsencode(config.load(Path({str(path)!r})).disk.roots[0].path))"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment, check=False, timeout=HANG_S
+    )
     assert (done.stdout, done.stderr) == ("/d\u00fc".encode(), b"")
 
 

@@ -16,6 +16,7 @@ from kvoffloadd import socketpath
 from kvoffloadd.integrations.sglang.flags import completed
 from kvoffloadd.integrations.sglang.options import StorageOptions
 from kvoffloadd.integrations.vllm.config import Options
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.published import CONFIGS
 
 MODELS = Path(__file__).parent / "planner" / "data"
@@ -36,7 +37,7 @@ def printed(*words: str, **environment: str) -> list[str]:
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.count("\n") == 1
     script = f'set -- {done.stdout.strip()}\nfor word in "$@"; do printf "%s\\0" "$word"; done'
-    shell = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    shell = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=HANG_S)
     found = shell.stdout.split("\0")[:-1]
     assert found == shlex.split(done.stdout)
     return found

@@ -29,6 +29,7 @@ from kvoffloadd.scheduling.lanes import (
     LaneExecutor,
     Ticket,
 )
+from kvoffloadd.testing.wait import HANG_S
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -43,7 +44,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[], Await
 
         def run_on_loop(main: Callable[[], Awaitable[None]]) -> None:
             async def bounded() -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(HANG_S):
                     await main()
 
             runner.run(bounded())
@@ -65,7 +66,7 @@ class GatedWork:
 
     def __call__(self) -> str:
         self.entered.set()
-        self.open.wait(20)
+        self.open.wait(HANG_S)
         return "through"
 
     async def wait_entered(self) -> None:
@@ -338,7 +339,7 @@ def test_one_wakeup_drains_many(run: Any) -> None:
         for number in range(100):
             lane.submit(lambda number=number: number, log)  # type: ignore[misc]
         lane.submit(ended.set, log)
-        ended.wait(20)  # without await: the loop must not get its turn before
+        ended.wait(HANG_S)  # without await: the loop must not get its turn before
         await log.wait(101)
         assert log.values[:100] == list(range(100))
         assert wakeups <= 2
@@ -554,7 +555,7 @@ def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
         lane = Lane("closed", 1, loop)
         ticket = lane.submit(gate, lambda _: None)
         queued = lane.submit(lambda: None, lambda _: None)
-        gate.entered.wait(20)
+        gate.entered.wait(HANG_S)
         loop.close()
         assert queued.cancel()
         gate.open.set()

@@ -51,7 +51,7 @@ def test_too_few_of_them_are_an_error_and_none_stays(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"can't start new thread.*ulimit -u"), refusals():
         make_executor()
     for thread in beside():
-        thread.join(20)
+        thread.join(HANG_S)
     assert beside() == []
 
 

@@ -16,6 +16,7 @@ from kvoffloadd.config import Config, CudaConfig
 from kvoffloadd.cudadriver import CudaDriver, has_bindings, holds_gil
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.server.context import Context
+from kvoffloadd.testing.wait import HANG_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +57,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 def python(bare: dict[str, str], code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

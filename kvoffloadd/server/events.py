@@ -100,8 +100,11 @@ class EventFeeds:
         self._feeds: dict[Namespace, Feed] = {}
         self._has_feeds = asyncio.Event()
 
-    def join(self, namespace: Namespace, subscription: Subscription) -> None:
-        """Subscribes to the events of this namespace, from now on. Pair with `leave`."""
+    def join(self, namespace: Namespace, subscription: Subscription, *, tiers: bool = False) -> None:
+        """Subscribes to the events of this namespace, from now on. `tiers`: to those of each tier, instead of those of
+        all tiers together. Pair with `leave`.
+        """
+        subscription.tiers = tiers
         feed = self._feeds.get(namespace)
         if feed is None:
             feed = self._feeds[namespace] = Feed(namespace, self._waiting, self._turns)

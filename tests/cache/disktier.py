@@ -35,6 +35,7 @@ from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.segmentpool import OVERHEAD_BYTES
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
+from kvoffloadd.testing.wait import HANG_S
 
 from .clears import clear
 from .fakes import FirstInFirstOut, keys_of
@@ -90,7 +91,7 @@ class DiskGate:
     def __call__(self) -> None:
         self.entered.set()
         if not self._passes.is_set():
-            self._open.wait(30)
+            self._open.wait(HANG_S)
 
 
 class SteeredFiles(FaultyFiles):

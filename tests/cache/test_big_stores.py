@@ -20,6 +20,7 @@ from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.work import BlockList
 from kvoffloadd.model import NO_BLOCK, Outcome, U64Array
 from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.testing.wait import HANG_S
 
 from .fakes import keys_of, make_cache, make_keyspace
 
@@ -84,7 +85,7 @@ async def steps(scene: BigStore) -> None:
     for _ in range(0, KEYS, STEP_PARTS):
         assert scene.audit() == [], "what is committed is not counted as reserved any more"
         await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await scene.job.ended.wait()
 
 

@@ -30,6 +30,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
+from kvoffloadd.testing.wait import HANG_S
 
 from .clears import clear
 from .disktier import Shape, Tier
@@ -116,7 +117,7 @@ class ClearMachine(RuleBasedStateMachine):
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         async def bounded() -> T:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 return await coroutine
 
         return self.runner.run(bounded())

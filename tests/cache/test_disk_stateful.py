@@ -21,6 +21,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.model import PAGE_BYTES, U32Array
 from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.testing.wait import HANG_S
 
 from .disktier import Shape, Sums, Tier, flip_byte
 from .fakes import keys_of
@@ -66,7 +67,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         async def bounded() -> T:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 return await coroutine
 
         return self.runner.run(bounded())

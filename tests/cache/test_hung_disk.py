@@ -20,6 +20,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.health import LASTING_S, Health, RootState
+from kvoffloadd.testing.wait import HANG_S
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, SteeredFiles, Tier
@@ -320,7 +321,7 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
     look, close = directory.trouble, directory.close
 
     def trouble() -> str:
-        gate.wait(30)
+        gate.wait(HANG_S)
         left.append("looked" if directory.segments_fd != -1 else "too late")
         return look()
 

@@ -21,6 +21,7 @@ from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.device.work import BlockList
 from kvoffloadd.model import Direction, I64Array, Outcome
+from kvoffloadd.testing.wait import HANG_S
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 
@@ -57,7 +58,7 @@ def running(copy: FakeCopy | None) -> tuple[Jobs, Job]:
 async def test_a_copy_that_is_stuck() -> None:
     copy = FakeCopy(lambda: 1e6)
     jobs, job = running(copy)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert not await jobs.end({job}, STUCK_S)
     assert copy.asked == STUCK_LOOKS, "time alone is no reason: the process may not have run"
 
@@ -70,7 +71,7 @@ async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
     copy = FakeCopy(lambda: busy_s)
     jobs, job = running(copy)
     ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await copy.until_asked(3 * STUCK_LOOKS)
         job.ended.set()
         assert await ending
@@ -81,7 +82,7 @@ async def test_a_job_without_a_copy_yet() -> None:
     ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     await asyncio.sleep(3 * STUCK_S)
     job.ended.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert await ending
 
 
@@ -90,7 +91,7 @@ async def test_a_chunk_that_ends_at_last() -> None:
     copy = FakeCopy(lambda: next(looks, 0.0))
     jobs, job = running(copy)
     ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await copy.until_asked(3 * STUCK_LOOKS)
         job.ended.set()
         assert await ending
@@ -145,7 +146,7 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     plan = LoadPlan(cache.entries.parts.row[parts], parts, lists, [NO_PARTS])
     device: Any = SimpleNamespace(submit=None)
     jobs.load(plan, CopyOptions(device, 1e9), ended.set_result)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert (await ended).outcome is Outcome.FAILED
     assert not jobs.running
     assert not cache.entries.leases.any()
@@ -261,7 +262,7 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
     options = CopyOptions(short, 1e9, ready=ready)
     jobs.store(reserved(jobs), [], options, ended.set_result)
     assert not ended.done(), "never within the call"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         result = await ended
     assert result.outcome is Outcome.FAILED
     assert "could not start" in result.reason
@@ -314,7 +315,7 @@ async def test_the_loop_keeps_the_deadline_of_a_signal() -> None:
     end: asyncio.Future[Completion] = signals.loop.create_future()
     options = CopyOptions(nobody, signals.loop.time() + 0.01, ready=ReadySignal(8, 1))
     jobs.store(reserved(jobs), [], options, end.set_result)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert (await end).outcome is Outcome.EXPIRED
 
 

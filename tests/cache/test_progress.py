@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 
 from kvoffloadd.cache.progress import WAKES_PER_TURN, Progress, Waits
+from kvoffloadd.testing.wait import HANG_S
 
 from .fakes import num_waiters
 
@@ -68,14 +69,14 @@ class WaitingTasks:
         self.went_on.append(await self.waits.until_past(self.progress, self.number, until_s))
 
     async def all_wait(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while num_waiters(self.progress) < len(self.tasks):  # noqa: ASYNC110  a turn or two
                 await asyncio.sleep(0)
 
     async def turns(self) -> list[int]:
         """How many went on in each turn, until all tasks are done."""
         seen = [len(self.went_on)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not all(task.done() for task in self.tasks):
                 await asyncio.sleep(0)
                 seen.append(len(self.went_on))
@@ -104,7 +105,7 @@ async def test_many_whose_deadline_passes_go_on_over_many_turns() -> None:
 
 async def test_what_ends_while_one_whose_deadline_has_passed_waits_for_its_turn_has_ended() -> None:
     crowd = WaitingTasks(MANY, 0.1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not crowd.went_on:  # noqa: ASYNC110  the first turn is meant
             await asyncio.sleep(0)
     crowd.progress.end(crowd.number)

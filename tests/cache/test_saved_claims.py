@@ -28,6 +28,7 @@ from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.claimsfile import CLAIMS_NAME, read_claims, write_claims
 from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.testing.wait import HANG_S
 
 from .conftest import Open
 from .disktier import DiskGate, Shape, Tier
@@ -658,7 +659,7 @@ async def test_a_root_that_hangs_delays_no_other(open_tier: Open, tmp_path: Path
 
     def slow(dir_fd: int, old: str, new: str) -> None:
         if new == CLAIMS_NAME and os.readlink(f"/proc/self/fd/{dir_fd}") == str(paths[1]):
-            gate.wait(60)
+            gate.wait(HANG_S)
         rename(dir_fd, old, new)
 
     def is_recorded(name: str) -> bool:
@@ -691,7 +692,7 @@ async def test_at_the_end_a_root_that_hangs_costs_the_others_nothing(
     def slow(dir_fd: int, old: str, new: str) -> None:
         if new == CLAIMS_NAME and os.readlink(f"/proc/self/fd/{dir_fd}") == str(paths[1]):
             tier.loop.call_soon_threadsafe(hangs.set)
-            gate.wait(60)
+            gate.wait(HANG_S)
         rename(dir_fd, old, new)
 
     tier.files.rename = slow  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from kvoffloadd.cache.progress import Waits
 from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
 from kvoffloadd.scheduling.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.storage.hashing import hash_payloads
+from kvoffloadd.testing.wait import HANG_S
 
 from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
 
@@ -103,7 +104,7 @@ async def test_checks_before_loads_do_not_starve_seals(scene: SealingScene, chec
 
     def check() -> None:
         """The loop has had a turn when it ends."""
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(HANG_S)
 
     for _ in range(400):
         scene.lane.submit(check, checked.append, flow=checked_by, urgent=0, cost_bytes=TURN_BYTES)

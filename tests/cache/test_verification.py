@@ -23,6 +23,7 @@ from kvoffloadd.device.work import BlockList, HashedWork
 from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, I64Array, Outcome, Ref
 from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage import hashing
+from kvoffloadd.testing.wait import HANG_S
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 
@@ -286,7 +287,7 @@ async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[La
     assert job.phase is Phase.VERIFICATION
     scene.jobs.drop(plan.rows[5:6])
     lane[1].set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await device.given.wait()
     (work,) = device.work
     assert np.flatnonzero(~work.found().any(axis=1)).tolist() == list(range(10))
@@ -302,7 +303,7 @@ async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(job_module, "STEP_PARTS", 4)
     scene = VerificationScene("auto")
     job = scene.load()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await scene.device.given.wait()
     scene.copied(3, 4, 9)
     assert (scene.ends, scene.missing()) == ([], [3])

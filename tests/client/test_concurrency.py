@@ -14,6 +14,7 @@ import pytest
 from kvoffloadd.client import AsyncClient, Client, KvCache, Outcome
 from kvoffloadd.errors import DeadlineError, UsageError
 from kvoffloadd.model import U8Array
+from kvoffloadd.testing.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof
@@ -81,7 +82,7 @@ async def test_completions_come_without_a_call(fake: FakeDaemon, path: str, cach
         fake.soon(lambda: fake.complete(fake.peers[0], job.id))
         woken = asyncio.Event()
         job.add_waker(woken.set)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await woken.wait()
 
 

@@ -463,7 +463,7 @@ async def test_it_comes_without_a_call(fake: FakeDaemon, path: str, keys: U8Arra
         assert found.promotion is not None
         woken = asyncio.Event()
         found.promotion.add_waker(woken.set)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await woken.wait()
         assert found.ready
         assert (await client.wait_ready(found, HANG_S)).promoting == 0

@@ -16,13 +16,13 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.model import Direction, Outcome, U8Array
-from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.wait import HANG_S, until
 from tests.device.memory import Made, address, noise, u64
 
 
 async def copied(device: Device, src: U8Array, dst: U8Array, direction: Direction = Direction.LOAD) -> CopyResult:
     _, future = begin(device, src, dst, direction)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         return await future
 
 

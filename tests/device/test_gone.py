@@ -16,6 +16,7 @@ from kvoffloadd.device.copyruns import CopyRuns, ReadWords, copy_payloads, copy_
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.linux.sharedmem import Mapping
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.testing.wait import HANG_S
 from tests.device.memory import address, noise, u64
 
 SIZE = 64 * PAGE_BYTES
@@ -150,7 +151,7 @@ native = pytest.mark.skipif("native" not in implementations(), reason="the exten
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """A Python that survives one fault in a copy, with `code` for what it does before and after."""
     command = [sys.executable, "-c", PRELUDE + code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 @native

@@ -34,6 +34,7 @@ from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref, U8Array
 from kvoffloadd.scheduling.fairqueue import FairQueue
 from kvoffloadd.scheduling.lanes import DAEMON, TURN_BYTES, Flow
+from kvoffloadd.testing.wait import HANG_S
 from tests.device.memory import Made, address, noise, u64
 
 MIB = 1 << 20
@@ -60,11 +61,11 @@ class GatedMover:
     def __call__(self, chunk: Copies) -> None:
         self.calls.append(int(chunk.dst[0]))
         self.entered.release()
-        self.open.wait(20)
+        self.open.wait(HANG_S)
         copy_chunk(chunk)
 
     async def wait_entered(self) -> None:
-        await asyncio.to_thread(self.entered.acquire, timeout=20)
+        await asyncio.to_thread(self.entered.acquire, timeout=HANG_S)
 
 
 class FailingMover:
@@ -100,7 +101,7 @@ class Results:
         return not self._futures[name].done()
 
     async def get(self, name: str) -> CopyResult:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             return await self._futures[name]
 
 
@@ -480,7 +481,7 @@ async def test_a_copy_that_has_ended_is_let_go_at_once(device: HostDevice) -> No
         for name in "abc":
             copy = begin(name)
             await results.get(name)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while copy() is not None:  # noqa: ASYNC110  until the lane's threads have let go of their tickets
                     await asyncio.sleep(0.0005)
     finally:
@@ -726,7 +727,7 @@ class SlowHoles(UserfaultGuard):
     def forbid(self, mapping: Mapping) -> None:
         if mapping.size_bytes == self._slow_bytes:
             self.entered.release()
-            self.open.wait(60)
+            self.open.wait(HANG_S)
 
 
 async def test_copies_of_another_user_that_do_not_end_keep_nobody_else_waiting() -> None:
@@ -765,8 +766,8 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
     with opened(create_memfd("kvo-test", 8192)) as slow, opened(create_memfd("kvo-test", 4096)) as fd:
         late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(3)]
         for _ in range(host.MAP_THREADS):
-            await asyncio.to_thread(holes.entered.acquire, timeout=20)
-        async with asyncio.timeout(20):
+            await asyncio.to_thread(holes.entered.acquire, timeout=HANG_S)
+        async with asyncio.timeout(HANG_S):
             await device.unmap(await mapped(device, fd, OWN_UID))
         device.measure(fd, FOREIGN_UID)  # what has begun just now is no reason to refuse
         monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
@@ -775,7 +776,7 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
         device.measure(fd, OWN_UID)
         assert not any(task.done() for task in late)
         holes.open.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             for allocation in await asyncio.gather(*late):
                 await device.unmap(allocation)
         await device.unmap(await mapped(device, fd, FOREIGN_UID))
@@ -796,10 +797,10 @@ async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
     with opened(create_memfd("kvo-test", 8192)) as large, opened(create_memfd("kvo-test", 4096)) as fd:
         late = [asyncio.create_task(device.map(large, 8192, uid)) for _ in range(slow)]
         for _ in late:
-            await asyncio.to_thread(holes.entered.acquire, timeout=20)
+            await asyncio.to_thread(holes.entered.acquire, timeout=HANG_S)
         assert device.measure(fd, uid) == 4096
         holes.open.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             for allocation in await asyncio.gather(*late):
                 await device.unmap(allocation)
     assert await device.close(10)
@@ -814,10 +815,10 @@ async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -
         unmapped, left = [await mapped(device, fd, FOREIGN_UID) for _ in range(2)]
         late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(host.MAP_THREADS + 1)]
         for _ in range(host.MAP_THREADS):
-            await asyncio.to_thread(holes.entered.acquire, timeout=20)
+            await asyncio.to_thread(holes.entered.acquire, timeout=HANG_S)
         unmapping = asyncio.create_task(device.unmap(unmapped))
         assert await device.close(0.1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(DrainingError):
                 await late.pop()
             await unmapping
@@ -846,7 +847,7 @@ async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match="new thread"):
             device.admit(FOREIGN_UID)
     name_part = f"-{FOREIGN_UID}-"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while any(name_part in thread.name for thread in threading.enumerate()):  # noqa: ASYNC110  they end by themselves
             await asyncio.sleep(0.001)
     device.admit(FOREIGN_UID)

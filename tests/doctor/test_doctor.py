@@ -392,7 +392,7 @@ def test_what_a_file_system_lacks_is_told(host: Host, tmp_path: Path, monkeypatc
 
 def test_a_disk_that_hangs_is_told(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    monkeypatch.setattr(places, "_check_root", lambda *_: end.wait(60) and ())
+    monkeypatch.setattr(places, "_check_root", lambda *_: end.wait(HANG_S) and ())
     disk = chosen(disk__roots=f'[{{path="{tmp_path}", capacity="8MiB"}}]').disk
     try:
         found = list(places.check_disks(disk, host, answer_s=0.05))

@@ -276,7 +276,7 @@ def test_a_peer_that_does_not_read_is_not_read_from(impatient: Daemon) -> None:
     before = impatient.rss_anon_bytes()
     fact = lambda: impatient.rss_anon_bytes() - before < MIB and len(impatient.sessions()) == 1  # noqa: E731
     throughout(fact, "it is neither ended nor read from", 0.7)
-    peer.socket.settimeout(10.0)
+    peer.socket.settimeout(HANG_S)
     rest = len(status) - sent % len(status)
     for _ in range(sent // len(status)):
         assert peer.answer(8)["type"] == "report"

@@ -306,7 +306,7 @@ def test_clients_queue_while_there_is_no_daemon(socket_dir: Path) -> None:
             # The lock keeps a second one from taking half of the clients.
             third = given(listener, socket_dir)
             children.append(third)
-            assert third.wait(20) == 2
+            assert third.wait(HANG_S) == 2
             assert "another daemon uses" in (socket_dir / "log").read_text()
             with Client(path, namespace=None, role="observer") as client:
                 assert client.status()["pid"] == found[0]

@@ -12,6 +12,7 @@ from typing import Self
 
 import pytest
 
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.peer import RawPeer
 
 # The kernel notes who connects, not who uses the socket later. The child lives on: its end would end the session.
@@ -50,4 +51,4 @@ class Stranger:
     def close(self) -> None:
         self.peer.close()
         self.channel.close()
-        self.child.wait(10)
+        self.child.wait(HANG_S)

@@ -22,6 +22,7 @@ from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind
 from kvoffloadd.testing.process import DaemonError
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank
 
@@ -31,7 +32,7 @@ def ask(address: Any, path: str = "/metrics", header: str = "") -> tuple[int, st
     ip = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     family = socket.AF_UNIX if isinstance(address, str) else ip
     with socket.socket(family) as peer:
-        peer.settimeout(20)
+        peer.settimeout(HANG_S)
         peer.connect(address)
         peer.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         answer = b"".join(iter(lambda: peer.recv(65536), b"")).decode()
@@ -160,7 +161,7 @@ async def port() -> AsyncIterator[int]:
 def connect(host: str, port: int) -> socket.socket:
     """Connects from this address."""
     peer = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0))
-    peer.settimeout(60)
+    peer.settimeout(HANG_S)
     return peer
 
 
@@ -232,7 +233,7 @@ async def test_who_does_not_read_the_answer_is_hung_up_on(
 
     def dawdle() -> bytes:
         with socket.socket(socket.AF_UNIX) as peer:
-            peer.settimeout(60)
+            peer.settimeout(HANG_S)
             peer.connect(path)
             peer.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
             first = peer.recv(1)
@@ -323,7 +324,7 @@ async def test_silent_scrapers_keep_nobody_out(serve: Callable[..., str]) -> Non
         for _ in range(count):
             silent.append(socket.socket(socket.AF_UNIX))
             silent[-1].connect(path)
-            silent[-1].settimeout(60)
+            silent[-1].settimeout(HANG_S)
 
     await asyncio.to_thread(come, 3 * module.PEERS_MAX)
     may_end.set()
@@ -364,7 +365,7 @@ async def test_who_loses_its_place_keeps_its_descriptor_until_the_loop_has_let_i
         for number in range(1, 11):  # both come in the same turn
             come(path)
             come(others.getsockname(), b"hello")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while len(heard) < number:  # noqa: ASYNC110  the loop's own turns are what is tried
                     await asyncio.sleep(0.001)
         loop.remove_reader(others)
@@ -575,7 +576,7 @@ async def test_requests_of_strangers(serve: Callable[..., str], request_bytes: b
 
     def send() -> int:
         with socket.socket(socket.AF_UNIX) as peer, suppress(ConnectionError):
-            peer.settimeout(20)
+            peer.settimeout(HANG_S)
             peer.connect(path)
             peer.sendall(request_bytes)
             peer.shutdown(socket.SHUT_WR)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.testing.process import ROOT, end, spawn, tail
-from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 from tests.metrics.test_endpoint import free_port
@@ -72,7 +72,7 @@ def prometheus(start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int) -
 
     def ask(expression: str) -> list[Any]:
         query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?{query}", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?{query}", timeout=HANG_S) as answer:
             found: list[Any] = json.load(answer)["data"]["result"]
             return found
 

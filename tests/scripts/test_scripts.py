@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S
 from scripts.__main__ import MODULES, summary
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 def test_all_are_listed() -> None:
@@ -51,5 +52,5 @@ def test_a_reader_that_has_seen_enough() -> None:
     child = subprocess.Popen([sys.executable, str(ROOT / "scripts")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.close()  # before it has written anything, or after
-    _, errors = child.communicate(timeout=50)
+    _, errors = child.communicate(timeout=HANG_S)
     assert (child.returncode, errors) == (0, b"")

@@ -17,6 +17,7 @@ from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import BusyError, KvOffloadError, LimitError, MemoryKindError, StateError, UnknownNameError
 from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.session.registry import Registry
+from kvoffloadd.testing.wait import HANG_S
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
@@ -91,7 +92,7 @@ class AttachScene:
 
     async def until_idle(self) -> None:
         """All that was begun has ended, and all duplicates are closed."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while self.context.tasks or self.context.closer._of(UID).held:
                 if not self.host.asked.empty():
                     await self.host.go_on()

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.storage.disk.manifest import decode_manifest
-from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 from tests.e2e.disk import MIB, disk_settings
@@ -251,5 +251,5 @@ def test_a_daemon_that_ends_in_mid_call(start_daemon: Start) -> None:
             cleared = executor.submit(client.clear)
             daemon.kill()
             daemon.start()
-            assert cleared.result(60.0).unrecorded == ()
+            assert cleared.result(HANG_S).unrecorded == ()
         assert epoch(daemon) > 0

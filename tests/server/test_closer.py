@@ -21,7 +21,7 @@ from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.linux import sockets
 from kvoffloadd.server.peers import descriptorcloser as closer_module
 from kvoffloadd.server.peers.descriptorcloser import LOOK_S, SPARE, STUCK_S, DescriptorCloser
-from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
 from tests.conftest import OTHER_UID
@@ -53,7 +53,7 @@ async def closed(closer: DescriptorCloser, uid: int, fds: list[int]) -> None:
     fds = [*fds, os.dup(0)]
     closer.hold(uid, len(fds))
     closer.close(uid, fds, done.set)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await done.wait()
 
 
@@ -72,7 +72,7 @@ async def test_who_sends_what_does_not_close_waits_alone(closer: DescriptorClose
     assert os.read(kept, 1) == b"", "the other end is closed"
     assert not done.is_set()
     stuck.release()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await done.wait()
     os.close(kept)
 
@@ -95,7 +95,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(
     closer.admit(OURS)
     closer.check(OURS, CAP)
     stuck.release()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await done.wait()
     closer._look()
     closer.admit(THEIRS)
@@ -147,7 +147,7 @@ async def test_a_socket_with_descriptors_in_its_queue(closer: DescriptorCloser, 
     with pytest.raises(BrokenPipeError):
         theirs.send(b"y")
     stuck.release()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await done.wait()
     theirs.close()
 
@@ -157,7 +157,7 @@ async def test_a_socket_without_costs_nothing(closer: DescriptorCloser, stuck: L
     """Whose user's thread is stuck."""
     begin(closer, stuck)
     ours, theirs = socket.socketpair()
-    theirs.settimeout(20)
+    theirs.settimeout(HANG_S)
     theirs.send(bytes(queued))
     done = asyncio.Event()
     closer.close_socket(THEIRS, ours, done.set)

@@ -191,7 +191,7 @@ async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypa
         without.setattr(scene.context.loop, "add_reader", fail)
         scene.listener._on_acceptable()
     assert scene.context.accepts == 1
-    await asyncio.wait_for(asyncio.gather(*scene.context.tasks), 20)
+    await asyncio.wait_for(asyncio.gather(*scene.context.tasks), HANG_S)
     assert b"no resources left" in peer.recv(1000)
     assert peer.recv(1000) == b""
     peer.close()
@@ -220,7 +220,7 @@ async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatc
         watchdog = Watchdog(context, path, lane, 1e6, lambda: None)
         monkeypatch.setattr("kvoffloadd.server.watchdog.CONNECT_RETRY_S", 0)
         monkeypatch.setattr(socket, "socket", Trying)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             pinging = asyncio.ensure_future(watchdog._ping())
             while tries < 3 and not pinging.done():  # noqa: ASYNC110  the ping sets no event
                 await asyncio.sleep(0)

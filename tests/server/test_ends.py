@@ -25,6 +25,7 @@ from kvoffloadd.server.peers.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.quarantine import Quarantine
 from kvoffloadd.server.session.registration import Attachment
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
@@ -262,7 +263,7 @@ async def test_steps_go_on_however_many_requests_wait_and_however_much_is_unread
     if unread:
         made._outbox.put(bytes(2 << 20))
     assert sent == []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while len(sent) < (1 if unread else 3):  # noqa: ASYNC110  the turns of the loop are what is tried
             await asyncio.sleep(0)
     assert sent == [m.Done(seq=seq) for seq in range(1, 2 if unread else 4)], "in order, as far as replies are read"
@@ -411,7 +412,7 @@ async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.Monke
     for _ in range(20):  # it would be closed by now
         await asyncio.sleep(0)
     received = bytearray()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while part := await context.loop.sock_recv(theirs, 1 << 16):
             received += part
         await made.ended.wait()

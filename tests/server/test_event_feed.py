@@ -18,6 +18,7 @@ from kvoffloadd.scheduling.steps import TURN_S
 from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import events as events_module
 from kvoffloadd.server.events import FEEDS, EventFeeds
+from kvoffloadd.testing.wait import HANG_S
 
 KEY = b"k" * 32
 
@@ -29,11 +30,11 @@ def namespace(uid: int = 1001, name: bytes = b"n") -> Namespace:
 class FakeSubscription:
     """Notes the events that it gets, and calls `hears` each time."""
 
-    def __init__(self, hears: Callable[[], object] = lambda: None, *, tiers: bool = False) -> None:
+    def __init__(self, hears: Callable[[], object] = lambda: None) -> None:
         self.told: list[Any] = []
         self.events: list[Events] = []
         self.missed = False
-        self.tiers = tiers
+        self.tiers = False
         self._hears = hears
 
     def send(self, event: Encoded) -> None:
@@ -65,15 +66,15 @@ class FeedScene:
         self.turns = Turns(asyncio.get_running_loop())
         self.feeds = EventFeeds(self.waiting, self.turns)
 
-    def join(self, of: Namespace, subscription: Any) -> None:
-        self.feeds.join(of, subscription)
+    def join(self, of: Namespace, subscription: Any, *, tiers: bool = False) -> None:
+        self.feeds.join(of, subscription, tiers=tiers)
 
     async def tell(self, events: Iterable[Event] = ()) -> None:
         """Emits events until all are delivered."""
         for event in events:
             self.waiting.put(event)
         self.feeds.deliver()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while any(feed._steps is not None for feed in self.feeds._feeds.values()):  # noqa: ASYNC110  turns
                 await asyncio.sleep(0)
 
@@ -226,9 +227,9 @@ async def test_what_is_left_when_the_last_subscriber_goes_is_dropped() -> None:
 
 async def test_who_follows_the_tiers_hears_of_them_and_others_of_the_whole() -> None:
     scene, space = FeedScene(), namespace()
-    sessions = [FakeSubscription(), FakeSubscription(tiers=True)]
-    for session in sessions:
-        scene.join(space, session)
+    sessions = [FakeSubscription(), FakeSubscription()]
+    for session, tiers in zip(sessions, [False, True], strict=True):
+        scene.join(space, session, tiers=tiers)
     assert (space.listeners, space.tier_listeners) == (2, 1)
     scene.waiting.lose(space)
     await scene.tell([Event(space, 0, KEY, b"", tier) for tier in (None, Tier.DISK, Tier.MEMORY)])

@@ -30,6 +30,7 @@ from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.session import registration, registry
 from kvoffloadd.server.session.registration import Attachment
 from kvoffloadd.server.session.session import Session
+from kvoffloadd.testing.wait import HANG_S
 from tests.cache.fakes import make_cache
 
 MEMORY = 7
@@ -178,13 +179,13 @@ class DraftGate:
 
     async def begun(self) -> None:
         """A draft has."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not self.began:  # noqa: ASYNC110  a thread fills it
                 await asyncio.sleep(0.001)
 
     def draft(self, message: m.Register, attached: Any) -> registration.Draft:
         self.began.append(message)
-        assert not registration.is_large(message) or self.opened.wait(60)
+        assert not registration.is_large(message) or self.opened.wait(HANG_S)
         return registration.draft(message, attached)
 
 
@@ -197,7 +198,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftGate]:
 
 
 async def settled(room: Room) -> None:
-    await asyncio.wait_for(asyncio.gather(*room.context.tasks, return_exceptions=True), 60)
+    await asyncio.wait_for(asyncio.gather(*room.context.tasks, return_exceptions=True), HANG_S)
     await asyncio.sleep(0)
     if room.context.tasks:  # those that these have begun
         await settled(room)

@@ -28,6 +28,7 @@ from kvoffloadd.server.peers.account import Accounts, caps
 from kvoffloadd.server.peers.outbox import Outbox
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.session.session import Session
+from kvoffloadd.testing.wait import HANG_S
 from tests.cache.fakes import keys_of, make_cache, store
 from tests.steps import finish
 
@@ -96,7 +97,7 @@ class LeaseScene:
     async def watch(self, *closing: asyncio.Future[Any]) -> list[dict[str, int]]:
         """What leases hold each turn of the loop until all have closed; the audit finds nothing in any."""
         seen = [self.leases()]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not all(one.done() for one in closing):
                 await asyncio.sleep(0)
                 assert [finding for step in self.context.audit() for finding in step] == []
@@ -104,7 +105,7 @@ class LeaseScene:
         return seen
 
     async def until(self, fact: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not fact():  # noqa: ASYNC110  it is the loop's turns that are tried here
                 await asyncio.sleep(0)
 

@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 
 from kvoffloadd.scheduling.turns import ROUND_S, Turns
+from kvoffloadd.testing.wait import HANG_S
 
 
 def arrive(turns: Turns, peer: QueuedPeer) -> None:
@@ -37,7 +38,7 @@ class QueuedPeer:
 
 
 async def until_served(*peers: QueuedPeer) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while any(peer.left for peer in peers):  # noqa: ASYNC110  it is the loop's turns that are tried here
             await asyncio.sleep(0)
 

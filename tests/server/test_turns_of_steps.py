@@ -16,6 +16,7 @@ from kvoffloadd.scheduling.steps import TURN_S, Steps
 from kvoffloadd.server import connection as connections
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.peers.connectionstate import Input
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.peer import frame
 from tests.server.test_ends import UID, connect, connection
 
@@ -54,7 +55,7 @@ class LongSessions:
             peer._settle(Input.QUEUED)
 
     async def end(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while len(self.order) < STEPS * len(self.made):  # noqa: ASYNC110  it is the loop's turns that are tried
                 await asyncio.sleep(0)
         for peer, theirs in self.made:

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
+from kvoffloadd.testing.wait import HANG_S
 from tests import softcuda
 from tests.softcuda import programs, sharing
 from tests.softcuda.running import ROOT, result
@@ -76,7 +77,7 @@ def test_every_function_is_exported_under_its_names() -> None:
 def test_it_can_be_loaded_into_a_process() -> None:
     program = "from tests import softcuda; softcuda.load(); from tests.softcuda import programs; programs.preloaded()"
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True, timeout=HANG_S)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvoffloadd.model import I64Array
 from kvoffloadd.native import loader
 from kvoffloadd.storage.hashing import hash_payloads
+from kvoffloadd.testing.wait import HANG_S
 
 DATA = np.random.default_rng(5).integers(0, 256, 1 << 18, np.uint8)
 
@@ -79,7 +80,7 @@ def test_other_threads_run_meanwhile() -> None:
     """A function that waits for another thread of Python is called in place of the hash function."""
     if loader.HELPER is None:
         pytest.skip("this is about the helper")
-    subprocess.run([sys.executable, "-c", _BLOCKED], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _BLOCKED], check=True, timeout=HANG_S)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

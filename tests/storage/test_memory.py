@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.memory import MemoryTier
+from kvoffloadd.testing.wait import HANG_S
 
 
 @pytest.fixture
@@ -129,4 +130,4 @@ def test_closing_ends_prefaulting() -> None:
             prefault = pool.submit(tier.prefault, 2)
             time.sleep(delay_s)
             tier.close()
-            prefault.result(10)
+            prefault.result(HANG_S)

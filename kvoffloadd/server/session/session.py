@@ -331,8 +331,7 @@ class Session:
     # --- events ---
 
     def _subscribe(self, message: m.Subscribe) -> m.Reply:
-        self._subscription.tiers = message.tiers
-        self._context.events.join(self._own_namespace(), self._subscription)
+        self._context.events.join(self._own_namespace(), self._subscription, tiers=message.tiers)
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:

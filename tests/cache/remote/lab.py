@@ -25,6 +25,7 @@ from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.values import NotRead
+from kvoffloadd.testing.wait import HANG_S
 
 NAME = b"n" * 16
 
@@ -207,7 +208,7 @@ class EraHost:
 
 async def settled(condition: Callable[[], bool], what: str) -> None:
     """Wait until it holds. `what`: for people, if it never does."""
-    ends_s = time.monotonic() + 20
+    ends_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < ends_s, f"not so: {what}"
         await asyncio.sleep(0.001)

@@ -28,6 +28,7 @@ from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.questions import QUESTION_KEYS
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.storage.remote.transfers import Names
+from kvoffloadd.testing.wait import HANG_S
 
 from ..clears import clear
 from ..fakes import FirstInFirstOut, keys_of
@@ -81,7 +82,7 @@ class RemoteScene:
         return task
 
     async def era_is_known(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while self.remote._contents.place(self.keyspace) is None or self.keyspace.namespace.doubt:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

@@ -11,6 +11,7 @@ import pytest
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.storage.remote.transfers import RemoteStatus
+from kvoffloadd.testing.wait import HANG_S
 
 from ..clears import clear
 from ..fakes import keys_of
@@ -44,7 +45,7 @@ def puts(scene: RemoteScene) -> list[Call]:
 
 async def a_put(scene: RemoteScene) -> Call:
     """The first one that is under way, soon."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not puts(scene):  # noqa: ASYNC110
             await asyncio.sleep(0)
     return puts(scene)[0]
@@ -266,6 +267,6 @@ async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
 
 async def pushed(scene: RemoteScene, count: int) -> None:
     """Wait until `count` keys have been pushed in total."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while scene.remote.pushing.counters.keys < count:
             await scene.finish_all(1)

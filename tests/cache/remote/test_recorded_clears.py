@@ -11,6 +11,7 @@ from kvoffloadd.agentwire.frames import Code
 from kvoffloadd.agentwire.names import pointer_name
 from kvoffloadd.cache.clearing import REMOTE, Clearings
 from kvoffloadd.storage.remote.values import NotRead
+from kvoffloadd.testing.wait import HANG_S
 
 from .test_fetching import NAME, RemoteScene
 
@@ -25,7 +26,7 @@ async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeyp
     try:
         scene.cache.open_namespace(LATER, 0, "test", 32)
         eras = scene.remote.eras
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await eras.changes.wait_for(lambda: eras.of(NAME) is not None and eras.of(LATER) is not None)
         read_values, failing = scene.store.read_values, {pointer_name(unreadable)}
 
@@ -40,7 +41,7 @@ async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeyp
         clearing = clearings.begin(None)
         epoch = scene.cache.epochs.last
         assert clearings.unrecorded(clearing) == [REMOTE]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await clearing.tried
         assert clearings.unrecorded(clearing) == [REMOTE]
         assert [known.fingerprint for known in clearing.eras] == [unreadable]

@@ -20,6 +20,7 @@ from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Outcome, Ref
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.gpu import Gpu
 from tests.device.cuda.test_stream import SIZE, Memory
 
@@ -88,7 +89,7 @@ async def test_a_copy_that_was_begun_long_ago_is_looked_at_more_than_once(gpu: G
     device.busy_s = lambda now: 3600.0  # type: ignore[method-assign]
     device._check_stuck()
     assert not ended.done()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert "a copy has not ended" in await ended
     await device.close(10.0)
 

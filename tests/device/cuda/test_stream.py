@@ -20,6 +20,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import U8Array, U64Array
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda
 
@@ -128,7 +129,7 @@ def test_threads_share_a_stream(gpu: Gpu, driver: Driver, memory: Memory, rng: n
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     assert (memory.buffer.download(0, SIZE) == host).all()
     made.destroy()
 
@@ -459,11 +460,11 @@ def test_a_stream_that_others_keep_busy_drains(
     others = [threading.Thread(target=keep_busy) for _ in range(3)]
     for thread in (*others, first):
         thread.start()
-    first.join(30)
+    first.join(HANG_S)
     drained = ended.is_set()
     ended.set()
     for thread in (first, *others):
-        thread.join(30)
+        thread.join(HANG_S)
     assert drained
     made.destroy()
 

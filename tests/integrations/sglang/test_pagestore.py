@@ -23,7 +23,7 @@ from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.prefixes import Needed
 from kvoffloadd.model import Direction
-from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e.daemons import Hold
@@ -503,7 +503,7 @@ def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
     loading.join(3 * SHORT_S)
     assert loading.is_alive()
     daemon.kill()
-    loading.join(60.0)
+    loading.join(HANG_S)
     assert not answers[0]["kv"].any()
 
 
