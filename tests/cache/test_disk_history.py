@@ -10,6 +10,7 @@ import shutil
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,9 +318,9 @@ class SlowWrites:
         await self.go.acquire()
         await write_manifest(path, manifest, executor, files)
 
-    async def _count(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int) -> None:
+    async def _count(self, *manifest: Any) -> None:
         self.asked += 1
-        await self._ask(base, last, epochs, confirmed_s)
+        await self._ask(*manifest)
 
 
 async def test_clears_that_come_while_a_manifest_is_written_share_the_next_one(

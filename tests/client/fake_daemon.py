@@ -161,9 +161,10 @@ class FakeDaemon:
                 action()
             timeout = min([at - now for at, _ in self._later], default=5.0)
             open_peers = {peer.socket.fileno(): peer for peer in self.peers if not peer.closed}
-            watched = [self._listener.fileno(), self._wake_read, *open_peers]
-            ready, _, _ = select.select(watched, [], [], max(timeout, 0))
-            for fd in ready:
+            ready = select.poll()  # not `select`, which knows only the first 1,024 descriptors of a process
+            for fd in (self._listener.fileno(), self._wake_read, *open_peers):
+                ready.register(fd, select.POLLIN)
+            for fd, _ in ready.poll(max(timeout, 0) * 1000):
                 if fd == self._listener.fileno():
                     self.peers.append(FakeSession(self, self._listener.accept()[0]))
                 elif fd == self._wake_read:

@@ -19,7 +19,7 @@ from tests.client.flavours import MAKERS, NAMESPACE
 
 NAN = float("nan")
 ODD_REF: Any = Ref
-WITHOUT_ARGUMENTS = {"connect", "ping", "status", "subscribe", "open_jobs", "claims"}
+WITHOUT_ARGUMENTS = {"connect", "ping", "status", "open_jobs", "claims"}
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def right(on: Stage) -> dict[str, dict[str, Any]]:
         "reserve": {**found, "parts": [0]},
         "clear": {"everything": False, "namespaces": None, "uid": None, "wait_s": 0.0, "token": bytes(16)},
         "delete": {"groups": on.groups, "wait_s": 0.0},
-        "snapshot": {"group": 0},
-        "snapshot_page": {"group": 0, "cursor": 0},
+        "subscribe": {"tiers": False},
+        "snapshot": {"group": 0, "tier": None},
+        "snapshot_page": {"group": 0, "cursor": 0, "tier": None},
         "store": job,
         "load": {**job, "expedited": False, "local": False},
         "wait": {"job": on.job, "deadline_s": 60.0},

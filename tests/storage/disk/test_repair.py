@@ -14,7 +14,7 @@ import xxhash
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import DiskError
 from kvoffloadd.storage.disk.format import encode_footer, encode_segment_header
-from kvoffloadd.storage.disk.manifest import Manifest, encode_manifest
+from kvoffloadd.storage.disk.manifest import DELETED_VERSION, Manifest, encode_manifest
 from kvoffloadd.storage.disk.recovery import Kind
 from kvoffloadd.storage.disk.repair import RootReport, check_root
 from kvoffloadd.storage.signedpages import sign_page
@@ -163,10 +163,10 @@ def test_the_manifest(root: Path, folder: Folder) -> None:
     assert "no manifest" in check_root(root, repair=False).findings[0]
     assert not manifest.exists()
     before = contents(folder)
-    text = b'{"version": 3}\n'
+    text = b'{"version": %d}\n' % (DELETED_VERSION + 1)
     manifest.write_bytes(text + f"xxh3_128 {xxhash.xxh3_128_hexdigest(text)}\n".encode())
     report = check_root(root, repair=True)
-    assert "version 3" in report.findings[0]
+    assert f"version {DELETED_VERSION + 1}" in report.findings[0]
     assert report.repaired == 0
     assert contents(folder) == before
 
