@@ -102,23 +102,20 @@ class Deletions:
             for group, keys in groups
             if len(keys)
         ]  # fmt: skip
-        tombstones.check_room(namespace.uid, made, self._forget_needless)
+        tombstones.make_room(namespace.uid, made, self._needless)
         tombstones.supersede(made)
         if self._disk:
             self._disk.numbers.seen(0, number)
         return made
 
-    def _forget_needless(self) -> None:
-        """Forgets tombstones of which no older copy can be left."""
-        tombstones = self._cache.tombstones
+    def _needless(self) -> list[Tombstone]:
+        """Returns the tombstones of which no older copy can be left."""
         oldest = self._disk.oldest_sequence if self._disk else 0
-        tombstones.forget(
-            [
-                tombstone
-                for tombstone in tombstones.current(self._cache.epochs.of)
-                if tombstone.number < oldest and not (self._remote and tombstone.in_store)
-            ]
-        )
+        return [
+            tombstone
+            for tombstone in self._cache.tombstones.current(self._cache.epochs.of)
+            if tombstone.number < oldest and not (self._remote and tombstone.in_store)
+        ]
 
     def _begin_recording(self, deletion: Deletion) -> None:
         if not deletion.tombstones:

@@ -250,7 +250,7 @@ class Client(BaseClient):
         or a load that holds a key keeps its bytes in memory until it ends. Other hosts that share a store keep their
         own copies.
 
-        RemoteError: `limit` if there are more than 4,096 keys (counted for parts as well), or no room to remember more
+        RemoteError: `limit` if there are more than 1,024 keys (counted for parts as well), or no room to remember more
         deleted keys. UsageError: the daemon is too old for this.
 
         Args:

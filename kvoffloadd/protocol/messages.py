@@ -449,7 +449,7 @@ class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
 
 class Delete(Request, frozen=True, tag="delete"):
     """Deletes keys of the session's namespace in all tiers of this host, and their objects in the remote store. Keys
-    that are in no tier do no harm, and a group need not be registered. At most 4,096 keys, counted for parts as well,
+    that are in no tier do no harm, and a group need not be registered. At most 1,024 keys, counted for parts as well,
     and each group as at least 16. The reply waits up to `wait_s` until all places have recorded it. Only to daemons
     with the feature `delete`.
     """

@@ -314,7 +314,7 @@ async def test_a_deletion_that_can_not_be_recorded_is_told(open_tier: Open) -> N
 
 
 async def test_without_room_nothing_is_deleted(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is made of what no segment can have any more."""
+    """Room is made of what no segment can have any more, no more than it takes."""
     monkeypatch.setattr(tombstones, "BYTES_MAX", 4 * (tombstones.TOMBSTONE_BYTES + 2 * 32))
     tier = await open_tier()
     keyspace = tier.keyspace()
@@ -333,7 +333,7 @@ async def test_without_room_nothing_is_deleted(open_tier: Open, monkeypatch: pyt
         number += 1
     await tier.store_away(keyspace, 5, 6)
     await tier.delete(keyspace, 5, 6)
-    assert [each.num_keys for each in tier.cache.tombstones.current(tier.cache.epochs.of)] == [2]
+    assert [each.num_keys for each in tier.cache.tombstones.current(tier.cache.epochs.of)] == [2, 2]
     await tier.drop()
     tier = await open_tier()
     assert tier.on_disk(tier.keyspace(), 5, 6) == []
@@ -426,3 +426,19 @@ def test_numbers_of_keys_are_found_by_all_of_their_bytes() -> None:
     known.forget([one])
     assert not known.deleted(space, keys).any()
     assert known.check() == []
+
+
+def test_what_is_kept_of_a_group_whose_deletions_come_and_go_is_bounded() -> None:
+    """One deletion stays, so that the group's tables are never empty."""
+    known = tombstones.Tombstones()
+    known.add([Tombstone(b"f" * 16, 0, 3, 1, 1, 32, keys_of(7).tobytes())])
+    space = known.current(lambda _: 3)[0].space
+    for number in range(2, 50):
+        keys = keys_of(*range(100 * number, 100 * number + 100))
+        deleted = Tombstone(b"f" * 16, 0, 3, 1, number, 32, keys.tobytes())
+        known.add([deleted])
+        assert known.deleted(space, np.concatenate([keys, keys_of(7)])).all()
+        known.forget([deleted])
+        assert not known.deleted(space, keys).any()
+        assert known.deleted(space, keys_of(7)).all()
+        assert len(known._graves[space].heads) <= 2

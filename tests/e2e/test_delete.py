@@ -81,7 +81,7 @@ def test_what_is_too_much_is_refused_in_words(start_daemon: Start, root: Path, s
     daemon = start_daemon(*disk_settings((root, 64 * MIB)))
     rank = worker(daemon)
     with pytest.raises(RemoteError, match="delete in pieces") as caught:
-        rank.client.delete({0: new_keys(np.random.default_rng(seed), 4097)})
+        rank.client.delete({0: new_keys(np.random.default_rng(seed), 1025)})
     assert caught.value.code == "limit"
     assert daemon.status()["deletions"]["requests"] == 0
 

@@ -59,7 +59,8 @@ class _Graves:
         for key in map(np.ndarray.tobytes, keys):
             self.numbers[key] = max(self.numbers.get(key, 0), tombstone.number)
             self.counts[key] += 1
-        self.heads = np.union1d(self.heads, keys[:, 0])
+        heads = np.sort(keys[:, 0])
+        self.heads = np.insert(self.heads, np.searchsorted(self.heads, heads), heads)  # sorts the new ones only
 
     def remove(self, tombstone: Tombstone) -> None:
         """Removes a tombstone. Keys that are in another one, too, keep their number."""
@@ -67,6 +68,8 @@ class _Graves:
             self.counts[key] -= 1
             if not self.counts[key]:
                 del self.counts[key], self.numbers[key]
+        if len(self.heads) > 2 * self.counts.total():
+            self.heads = np.unique(keys_array(b"".join(self.numbers), tombstone.key_bytes)[:, 0])
 
     def numbers_of(self, keys: U64Array) -> U64Array:
         """Returns the number of each key; 0: it was not deleted."""
@@ -138,15 +141,17 @@ class Tombstones:
             raise LimitError("no number is left for a deletion: set this host's clock, and clear what it wrote since")
         return number
 
-    def check_room(self, uid: int, wanted: Iterable[Tombstone], ended: Callable[[], None]) -> None:
-        """Raises LimitError if there is no room for these tombstones of a user. `ended()` forgets those that no place
-        needs any more; it is called only if there is no room otherwise.
+    def make_room(self, uid: int, wanted: Iterable[Tombstone], needless: Callable[[], Iterable[Tombstone]]) -> None:
+        """Makes room for these tombstones of a user: forgets as many of the `needless()` ones, which no place needs, as
+        it takes. Raises LimitError if there is no room even so.
         """
         more = sum(map(size_bytes, wanted))
-        if more > self._left(uid):
-            ended()
         if more <= self._left(uid):
             return
+        for tombstone in needless():
+            self.forget([tombstone])
+            if more <= self._left(uid):
+                return
         raise LimitError(
             f"the deleted keys of uid {uid} take {self._bytes_by_uid[uid]:,} bytes until the segments with their "
             "records are used again, and there is no room for more: clear the namespace, or delete more later"

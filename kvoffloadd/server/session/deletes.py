@@ -12,7 +12,7 @@ from kvoffloadd.errors import DuplicateError, LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.peers.account import Account
 
-DELETED_KEYS_MAX: Final = 4096
+DELETED_KEYS_MAX: Final = 1024
 """The number of keys in one request, counted for parts as well: they are dropped in one turn of the loop."""
 
 GROUP_KEYS_MIN: Final = 16
