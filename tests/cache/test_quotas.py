@@ -116,6 +116,7 @@ def test_keys_that_are_cleared_and_still_held_count() -> None:
         pass
     alice = alice.namespace.keyspaces[0]
     assert quota(cache, ALICE).pages == 6
+    assert audit.check(cache, len(rows), 0) == []
     assert fill(cache, alice, 5) == 2, "three follow one another in the two pages that are left"
     cache.unhold(rows)
     assert quota(cache, ALICE).pages == alice.taken_pages == 2
@@ -176,6 +177,7 @@ def test_claims_keep_no_more_than_the_maximum_of_their_user() -> None:
     assert cache.retention.memory.totals() == (16, 16)
     set_quotas(cache, [limits(ALICE, most=6)])
     assert cache.retention.memory.totals() == (6, 6)
+    assert len(cache.retention.memory) == 3, "the others have lapsed, and do not come back with their keys"
     assert resident(cache, alice, 10, 16) == 6, "the claims of the first keys have lapsed, and these went"
     end(cache)
 
