@@ -20,13 +20,15 @@ from kvoffloadd.units import parse_bytes, parse_duration
 RETAIN_S_MAX, PRIORITY_MAX = 30 * 86_400, 100
 """The limits of `protocol.messages`, which is loaded only to run a command; a test compares them."""
 
+TRACE_BLOCK_HELP = "tokens per hash id of the trace; default: 16 if requests have a chat_id, otherwise 512"
+
 Run = Callable[[argparse.Namespace], int]
 """Runs a command."""
 
 
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Try it": ("demo", "bench", "doctor", "plan"),
+        "Try it": ("demo", "bench", "doctor", "plan", "advise"),
         "Run it": ("serve", "flags", "config", "completion", "man", "help"),
         "Watch a running daemon": ("status", "top", "verify"),
         "Change what it holds": ("retained", "retain", "forget", "prefetch", "drain", "clear"),
@@ -166,6 +168,8 @@ def make_parser() -> CommandLine:
     completion.add_argument("shell", choices=about.SHELLS, metavar="SHELL", help=", ".join(about.SHELLS))
 
     _add_plan_options(add("plan", "Compute the size of a model's KV cache, and how much of it the daemon can hold."))
+
+    _add_advise_options(add("advise", "Tell what more or less memory or disk would give, on a trace of real requests."))
 
     add("man", "Print the manual page: kvoffloadd man | man -l -", about.man)
     add("help", "Show this help, or that of a command.", about.show_help).add_argument(
@@ -379,9 +383,31 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-block-tokens",
         type=_count,
-        default=512,
         metavar="TOKENS",
-        help="tokens per hash id of the trace; default: 512",
+        help=TRACE_BLOCK_HELP,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_advise_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="a trace of real requests: JSON lines with hash_ids"
+    )
+    parser.add_argument("--trace-block-tokens", type=_count, metavar="TOKENS", help=TRACE_BLOCK_HELP)
+    token = parser.add_mutually_exclusive_group(required=True)
+    token.add_argument("--model-config", type=Path, metavar="FILE", help="the model's config.json: what a token takes")
+    token.add_argument("--token-bytes", type=_count, metavar="BYTES", help="what a token takes, on all ranks")
+    parser.add_argument(
+        "--tp", type=_count, default=1, metavar="RANKS", help="number of tensor-parallel ranks; default: 1"
+    )
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="DTYPE", help="fp8, bfloat16, ...; default: auto, the model's dtype"
+    )
+    parser.add_argument("--memory", type=_size, default="4GiB", metavar="SIZE", help="today's memory; default: 4GiB")
+    parser.add_argument("--disk", type=_size, metavar="SIZE", help="today's disk; default: none")
+    parser.add_argument("--policy", metavar="NAME", help="eviction policy; default: the daemon's default")
+    parser.add_argument(
+        "--samples", type=_count, default=3, metavar="N", help="simulations with other keys; default: 3"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

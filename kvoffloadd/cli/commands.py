@@ -168,6 +168,14 @@ def plan(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def advise(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.advise import print_sizing, size_trace, sizing_json
+
+    sizing = size_trace(arguments)
+    _show(arguments, lambda: sizing_json(sizing), lambda: print_sizing(sizing))
+    return EXIT_OK if sizing.today.hit_ratio is not None else EXIT_BAD_NEWS
+
+
 def _show(arguments: argparse.Namespace, as_json: Callable[[], dict[str, Any]], for_people: Callable[[], None]) -> None:
     if arguments.json:
         _print_json(as_json())

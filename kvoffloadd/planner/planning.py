@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvoffloadd.config import Config, suitable_slab_bytes
 from kvoffloadd.errors import ConfigError, UsageError
@@ -98,6 +99,16 @@ class CapacityPlan:
     held: tuple[HeldPrompts, ...]
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
+
+    @property
+    def token_bytes(self) -> float:
+        """Returns what a token takes in all groups, on all ranks, if everything is stored."""
+        return float(
+            sum(
+                Fraction(parts * payload, self.layout.spec(group).block_size)
+                for group, (parts, payload) in enumerate(zip(self.parts, self.layout.payloads, strict=True))
+            )
+        )
 
 
 def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None) -> CapacityPlan:

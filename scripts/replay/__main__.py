@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.cache.policy import DEFAULT_POLICY
-from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.errors import ConfigError, KvOffloadError
 from kvoffloadd.model import I64Array
 from kvoffloadd.testing.figures import print_grid
 from kvoffloadd.testing.output import ProgressBar, print_json
@@ -400,10 +400,7 @@ def main() -> int:
         tenants = tenants_of(MODELS[arguments.model], arguments.scale, arguments.sizes, int(whose.max()) + 1)
         replay = Replay(Trace(requests, whose, tenants), arguments)
         capacities = [replay.capacity(text.strip()) for text in arguments.capacities.split(",")]
-    except OSError as error:
-        print(f"replay_trace: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
+    except (ConfigError, ValueError) as error:
         print(f"replay_trace: {error}", file=sys.stderr)
         return 2
     results = []

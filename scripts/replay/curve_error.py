@@ -20,10 +20,11 @@ from kvoffloadd.cache.curve.curve import Curve
 from kvoffloadd.cache.curve.miniature import ROWS
 from kvoffloadd.cache.curve.prompt import AskedKeys
 from kvoffloadd.cache.policy import POLICIES, create_policy
+from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import I64Array
 from kvoffloadd.testing.figures import print_grid
 from kvoffloadd.testing.output import ProgressBar, print_json
-from scripts.replay.trace import TraceError, key_hashes, num_blocks, num_references, simulate
+from scripts.replay.trace import key_hashes, num_blocks, num_references, simulate
 from scripts.replay.workloads import WORKLOADS, requests_of
 
 TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -115,7 +116,7 @@ def main() -> int:
                     if load == "tree"
                     else requests_of(load, 0, arguments.requests)
                 )
-            except (OSError, TraceError) as error:
+            except ConfigError as error:
                 print(f"curve_error: {error}; workloads: tree, {', '.join(WORKLOADS)}", file=sys.stderr)
                 return 2
             for policy in policies:

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import I64Array
 from kvoffloadd.testing.output import ProgressBar, print_json
 from scripts.replay.trace import (
     Signal,
-    TraceError,
     belady_hits,
     ceiling_hits,
     half_right,
@@ -87,7 +87,7 @@ def read_requests(arguments: argparse.Namespace) -> list[I64Array]:
     middle = len(requests) // 2
     requests = {"all": requests, "first": requests[:middle], "second": requests[middle:]}[arguments.part]
     if not num_references(requests):
-        raise TraceError("there is no reference in it")
+        raise ConfigError("there is no reference in it")
     return requests
 
 
@@ -139,7 +139,7 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         requests = read_requests(arguments)
-    except (OSError, UnicodeDecodeError, TraceError) as error:
+    except ConfigError as error:
         print(f"simulate_policies: {error}", file=sys.stderr)
         return 2
     rows = measure(requests, arguments)

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import I64Array
 from kvoffloadd.testing.figures import print_grid
 from kvoffloadd.testing.output import ProgressBar, print_json
-from scripts.replay.trace import TraceError, ceiling_hits, num_blocks, simulate
+from scripts.replay.trace import ceiling_hits, num_blocks, simulate
 from scripts.replay.workloads import WORKLOADS, requests_of
 
 REQUESTS = 6000
@@ -52,7 +53,7 @@ def main() -> int:
             for seed in range(arguments.seeds):
                 try:
                     requests = requests_of(load, seed, arguments.requests)
-                except (OSError, TraceError) as error:
+                except ConfigError as error:
                     print(f"policy_table: {error}", file=sys.stderr)
                     return 2
                 for at, policy in enumerate(policies):

@@ -8,7 +8,6 @@ blocks: those that are held are touched, the others stored, and blocks of the re
 from __future__ import annotations
 
 import heapq
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -20,12 +19,11 @@ import numpy as np
 from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.planner.trace import mixed, read_requests
 
 NEVER = 1 << 62
 SOON_SHARE = 0.02
 """Of the requests: what is used again within as many is used again soon."""
-
-ID_END = 1 << 63
 
 
 class Signal(Enum):
@@ -36,29 +34,9 @@ class Signal(Enum):
     DROP = "drop"
 
 
-class TraceError(ValueError):
-    """A file that is no trace: which line, and why."""
-
-
 def load_trace(path: Path) -> list[I64Array]:
-    """The requests of a file with one JSON object a line; `hash_ids` are its block ids. Raises TraceError, OSError."""
-    with path.open(encoding="utf-8") as lines:
-        return [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _request(line: str, where: str) -> I64Array:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict) or "hash_ids" not in record:
-        raise TraceError(f"{where}: not an object with `hash_ids`")
-    ids = record["hash_ids"]
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < ID_END for i in ids):
-        raise TraceError(f"{where}: `hash_ids` is not a list of integers from 0 to 2**63 - 1")
-    if len(set(ids)) != len(ids):
-        raise TraceError(f"{where}: `hash_ids` names a block twice")
-    return np.array(ids, np.int64)
+    """The requests of a file that `planner.trace` reads, their blocks numbered from 0 on. Raises ConfigError."""
+    return read_requests(path).numbered()
 
 
 def num_blocks(requests: list[I64Array]) -> int:
@@ -73,10 +51,7 @@ def num_references(requests: list[I64Array]) -> int:
 
 def key_hashes(ids: I64Array, seed: int = 0) -> U64Array:
     """A well-mixed u64 per id (the finaliser of splitmix64)."""
-    x = ids.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return mixed(ids.astype(np.uint64), seed)
 
 
 class PolicyCache:

@@ -166,7 +166,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def requests_of(load: str, seed: int, count: int = REQUESTS) -> list[I64Array]:
-    """Reads the requests of a workload by its name, or of a file with a trace. Raises TraceError, OSError."""
+    """Reads the requests of a workload by its name, or of a file with a trace. Raises ConfigError."""
     if load in WORKLOADS:
         return WORKLOADS[load](np.random.default_rng(seed), count)
     return load_trace(Path(load))

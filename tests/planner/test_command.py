@@ -132,7 +132,7 @@ def test_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
     output = " ".join(capsys.readouterr().out.split())
-    for default in (planning.PROMPT_TOKENS, trace.TRACE_BLOCK_TOKENS, PlanInputs().block_size, PlanInputs().tp, "4GiB"):
+    for default in (planning.PROMPT_TOKENS, trace.CHAT_BLOCK_TOKENS, PlanInputs().block_size, PlanInputs().tp, "4GiB"):
         assert f"default: {default}" in output or f"default: the daemon's, {default}" in output
     assert PlanInputs().memory_bytes == 4 << 30
 

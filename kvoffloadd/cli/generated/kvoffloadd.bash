@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvoffloadd_config_subparsers=(check show)
-_shtab_kvoffloadd_subparsers=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)
+_shtab_kvoffloadd_subparsers=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan advise man help config)
 
 _shtab_kvoffloadd_serve_option_strings=(-h --help --config --socket --memory --policy --disk --set --faults)
 _shtab_kvoffloadd_status_option_strings=(-h --help --all --json --socket)
@@ -24,6 +24,7 @@ _shtab_kvoffloadd_bench_option_strings=(-h --help --only --bytes --rounds --fold
 _shtab_kvoffloadd_flags_option_strings=(-h --help --model-config --socket)
 _shtab_kvoffloadd_completion_option_strings=(-h --help)
 _shtab_kvoffloadd_plan_option_strings=(-h --help --model-config --engine --block-size --tp --attn-pack-size --kv-dtype --no-hybrid --share-tp --memory --disk --gpu-cache --prompt-tokens --trace --trace-block-tokens --json)
+_shtab_kvoffloadd_advise_option_strings=(-h --help --trace --trace-block-tokens --model-config --token-bytes --tp --kv-dtype --memory --disk --policy --samples --json)
 _shtab_kvoffloadd_man_option_strings=(-h --help)
 _shtab_kvoffloadd_help_option_strings=(-h --help)
 _shtab_kvoffloadd_config_check_option_strings=(-h --help)
@@ -51,6 +52,8 @@ _shtab_kvoffloadd_flags___model_config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_flags___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_plan___model_config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_plan___trace_COMPGEN=_shtab_compgen_files
+_shtab_kvoffloadd_advise___trace_COMPGEN=_shtab_compgen_files
+_shtab_kvoffloadd_advise___model_config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_config_check_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_config_show___config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_config_show___socket_COMPGEN=_shtab_compgen_files
@@ -60,7 +63,7 @@ _shtab_kvoffloadd_flags_pos_0_choices=(vllm sglang)
 _shtab_kvoffloadd_completion_pos_0_choices=(bash zsh tcsh fish)
 _shtab_kvoffloadd_plan___engine_choices=(any vllm sglang)
 _shtab_kvoffloadd_config_pos_0_choices=(check show)
-_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)
+_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan advise man help config)
 
 _shtab_kvoffloadd_serve__h_nargs=0
 _shtab_kvoffloadd_serve___help_nargs=0
@@ -111,6 +114,9 @@ _shtab_kvoffloadd_plan___help_nargs=0
 _shtab_kvoffloadd_plan___no_hybrid_nargs=0
 _shtab_kvoffloadd_plan___share_tp_nargs=0
 _shtab_kvoffloadd_plan___json_nargs=0
+_shtab_kvoffloadd_advise__h_nargs=0
+_shtab_kvoffloadd_advise___help_nargs=0
+_shtab_kvoffloadd_advise___json_nargs=0
 _shtab_kvoffloadd_man__h_nargs=0
 _shtab_kvoffloadd_man___help_nargs=0
 _shtab_kvoffloadd_help_pos_0_nargs='*'

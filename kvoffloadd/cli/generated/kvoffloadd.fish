@@ -50,8 +50,8 @@ function _shtab_kvoffloadd_using
   test "$_shtab_kvoffloadd_cmdpath" = "$argv"
 end
 
-set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config 'config check' 'config show'
-set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns --user
+set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan advise man help config 'config check' 'config show'
+set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --number --only --policy --priority --prompt-tokens --root --rounds --samples --seconds --seed --set --socket --svg --token-bytes --tp --trace --trace-block-tokens --turns --user
 
 complete -c kvoffloadd -e
 complete -c kvoffloadd -f
@@ -161,8 +161,21 @@ complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l disk -x -d 'size of 
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l gpu-cache -x -d 'size of the KV cache on each GPU; with --engine sglang'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l prompt-tokens -x -d 'length of a typical prompt; default: 8000'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l trace -xka "(__fish_complete_path (commandline -ct))" -d 'a trace of real prompts: JSON lines with input_length and hash_ids'
-complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l trace-block-tokens -x -d 'tokens per hash id of the trace; default: 512'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l trace-block-tokens -x -d 'tokens per hash id of the trace; default: 16 if requests have a chat_id, otherwise 512'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using plan' -l json -d 'print one JSON object'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a advise -d 'Tell what more or less memory or disk would give, on a trace of real requests.'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l trace -xka "(__fish_complete_path (commandline -ct))" -d 'a trace of real requests: JSON lines with hash_ids'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l trace-block-tokens -x -d 'tokens per hash id of the trace; default: 16 if requests have a chat_id, otherwise 512'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l model-config -xka "(__fish_complete_path (commandline -ct))" -d 'the model'"'"'s config.json: what a token takes'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l token-bytes -x -d 'what a token takes, on all ranks'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l tp -x -d 'number of tensor-parallel ranks; default: 1'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l kv-dtype -x -d 'fp8, bfloat16, ...; default: auto, the model'"'"'s dtype'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l memory -x -d 'today'"'"'s memory; default: 4GiB'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l disk -x -d 'today'"'"'s disk; default: none'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l policy -x -d 'eviction policy; default: the daemon'"'"'s default'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l samples -x -d 'simulations with other keys; default: 3'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using advise' -l json -d 'print one JSON object'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a man -d 'Print the manual page: kvoffloadd man | man -l -'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using man' -s h -l help -d 'show this help message and exit'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a help -d 'Show this help, or that of a command.'

@@ -17,7 +17,7 @@ complete kvoffloadd \
         'c/--model-config=/f/' \
         'c/--engine=/(any vllm sglang)/' \
         'c/--trace=/f/' \
-        'c/--/(all attn-pack-size block-size bytes config deadline-s disk engine faults folder for gpu-cache help interval json kv-dtype memory model-config namespace no-hybrid number once only payloads policy priority prompt-tokens repair root rounds seconds seed set share-tp socket svg tp trace trace-block-tokens turns user version yes)/' \
+        'c/--/(all attn-pack-size block-size bytes config deadline-s disk engine faults folder for gpu-cache help interval json kv-dtype memory model-config namespace no-hybrid number once only payloads policy priority prompt-tokens repair root rounds samples seconds seed set share-tp socket svg token-bytes tp trace trace-block-tokens turns user version yes)/' \
         'c/-/(- h)/' \
         'n/--config/f/' \
         'n/--socket/f/' \
@@ -28,7 +28,7 @@ complete kvoffloadd \
         'n/--model-config/f/' \
         'n/--engine/(any vllm sglang)/' \
         'n/--trace/f/' \
-        'p/1/(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan man help config)/' \
+        'p/1/(serve status top verify clear retained retain forget prefetch drain doctor demo bench flags completion plan advise man help config)/' \
         'n/flags/(vllm sglang)/' \
         'n/completion/(bash zsh tcsh fish)/' \
         'n/config/(check show)/' \

@@ -10,6 +10,7 @@
 
 _shtab_kvoffloadd_commands() {
   local _commands=(
+    advise:'Tell what more or less memory or disk would give, on a trace of real requests.'
     bench:'Measure memory, disk, requests and GPUs, and compare them with the machine'"'"'s limits.'
     clear:'Drop every key of every namespace, or of some (root or the daemon'"'"'s user only).'
     completion:'Print a script that completes these commands in a shell.'
@@ -48,6 +49,24 @@ _shtab_kvoffloadd_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvoffloadd_defaults_added=0
+
+_shtab_kvoffloadd_advise_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--trace[a trace of real requests\: JSON lines with hash_ids]:FILE:_files"
+  "--trace-block-tokens[tokens per hash id of the trace\; default\: 16 if requests have a chat_id, otherwise 512]:TOKENS:"
+  "--model-config[the model\'s config.json\: what a token takes]:FILE:_files"
+  "--token-bytes[what a token takes, on all ranks]:BYTES:"
+  "--tp[number of tensor-parallel ranks\; default\: 1]:RANKS:"
+  "--kv-dtype[fp8, bfloat16, ...\; default\: auto, the model\'s dtype]:DTYPE:"
+  "--memory[today\'s memory\; default\: 4GiB]:SIZE:"
+  "--disk[today\'s disk\; default\: none]:SIZE:"
+  "--policy[eviction policy\; default\: the daemon\'s default]:NAME:"
+  "--samples[simulations with other keys\; default\: 3]:N:"
+  "--json[print one JSON object]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_advise_defaults_added=0
 
 _shtab_kvoffloadd_bench_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -193,7 +212,7 @@ _shtab_kvoffloadd_plan_options=(
   "--gpu-cache[size of the KV cache on each GPU\; with --engine sglang]:SIZE:"
   "--prompt-tokens[length of a typical prompt\; default\: 8000]:TOKENS:"
   "--trace[a trace of real prompts\: JSON lines with input_length and hash_ids]:FILE:_files"
-  "--trace-block-tokens[tokens per hash id of the trace\; default\: 512]:TOKENS:"
+  "--trace-block-tokens[tokens per hash id of the trace\; default\: 16 if requests have a chat_id, otherwise 512]:TOKENS:"
   "--json[print one JSON object]"
 )
 
@@ -300,6 +319,7 @@ _shtab_kvoffloadd() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_kvoffloadd-$line[1]:"
       case $line[1] in
+        advise) _arguments -C -s $_shtab_kvoffloadd_advise_options ;;
         bench) _arguments -C -s $_shtab_kvoffloadd_bench_options ;;
         clear) _arguments -C -s $_shtab_kvoffloadd_clear_options ;;
         completion) _arguments -C -s $_shtab_kvoffloadd_completion_options ;;
