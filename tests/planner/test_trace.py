@@ -75,7 +75,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (gzip.compress(b'{"hash_ids": [1]}'), "this is a gzip file; unpack or convert it"),
+        (gzip.compress(b'{"hash_ids": [1]}', mtime=0), "this is a gzip file; unpack or convert it"),
         (b"\x28\xb5\x2f\xfd\x04", "this is a zstd file"),
         (b"PAR1\n", "this is a Parquet file"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4808,10\n", "has lengths but no ids of blocks"),
