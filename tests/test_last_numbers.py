@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 
+from kvoffloadd.cache.claimsaver import ClaimSaver
 from kvoffloadd.cache.memory.epochs import AHEAD_MAX_US, LEAP_US, RECALLED_MAX_US, Epochs
+from kvoffloadd.cache.memory.savedclaims import VERSION_MAX, read_saved_claims
 from kvoffloadd.client import calls as client_calls
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.events import EventQueue
@@ -99,3 +102,17 @@ def test_after_the_last_order_of_slot_records_comes_one_that_is_read() -> None:
     found = SlotRecords(cache.tier.pool.records, cache.tier.pool.slabs, SLAB_PAGES, cache.tier.pool.seed).read()
     assert (len(found), found.damaged) == (10, 0)
     taken_over(cache, cache.tier.pool.names())
+
+
+def test_after_the_last_version_of_saved_claims_comes_one_that_is_read() -> None:
+    cache = estate()
+    cache.retention.memory.share = 0.5
+    (keyspace, *_) = cache.namespaces[FINGERPRINT].keyspaces.values()
+    cache.retention.retain(keyspace.namespace, [(keyspace, 0, keys_of(1))], priority=5, seconds=60.0, name="a")
+    saver = ClaimSaver(cache, None, 1.0)
+    saver._version = VERSION_MAX
+    asyncio.run(saver.save())
+    saved = read_saved_claims(cache.saved_claims, "memory")
+    assert saved is not None
+    assert saved.version == VERSION_MAX
+    assert [claim.name for claim in saved.claims] == ["a"]

@@ -24,7 +24,14 @@ from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.claim import Claim
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.savedclaims import RUN_BYTES, PackedClaims, SavedClaim, SavedClaims, read_saved_claims
+from kvoffloadd.cache.memory.savedclaims import (
+    RUN_BYTES,
+    VERSION_MAX,
+    PackedClaims,
+    SavedClaim,
+    SavedClaims,
+    read_saved_claims,
+)
 from kvoffloadd.cache.memory.savedstate import SavedKeyspace
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.scheduling.lanes import CancelledWork
@@ -246,7 +253,7 @@ class ClaimSaver:
             await asyncio.sleep(0)
         # In one turn: claims that have ended meanwhile are left out, and all keyspaces are of one moment.
         packed.settle(retention.claims)
-        self._version = max(self._version + 1, int(self._now() * 1e6))
+        self._version = min(max(self._version + 1, int(self._now() * 1e6)), VERSION_MAX)
         for_arena, is_whole = packed.pieces(self._version, self._run, ARENA_BYTES)
         self._cache.saved_claims = b"".join(for_arena)
         self._cache.save_state()

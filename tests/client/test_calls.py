@@ -580,5 +580,7 @@ def test_what_comes_of_a_registration_that_was_given_up_is_detached(
     fake.soon(answers[0])
     client.ping()  # takes in what has come
     client.ping()
+    until(lambda: "detach" in fake.tags(), "the daemon has read the detach")
+    client.ping()
     assert fake.tags().count("detach") == 1
     assert len(fake.last("detach").allocations) == 1

@@ -29,7 +29,8 @@ RUN_BYTES = 16
 _HEAD_BYTES = 48
 """The maximum size of what precedes the lists, and of their headers."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+VERSION_MAX = (1 << 53) - 1
+_Count = Annotated[int, msgspec.Meta(ge=0, le=VERSION_MAX)]
 
 
 class SavedKeys(msgspec.Struct, frozen=True, array_like=True):
