@@ -100,6 +100,7 @@ def serve(path: str, count: int, policy: str) -> int:
 
     from kvoffloadd import config, daemon
     from kvoffloadd.cache.memory.cache import Cache
+    from kvoffloadd.storage import pool
     from kvoffloadd.storage.memory import MemoryTier
 
     class SparseTier(MemoryTier):
@@ -117,7 +118,10 @@ def serve(path: str, count: int, policy: str) -> int:
 
     sizes = {"capacity_bytes": str(count * PAGE_BYTES + SPARE_BYTES), "slab_bytes": str(SLAB_BYTES), "policy": policy}
     chosen = config.load(None, {"server.socket": path} | {f"memory.{name}": value for name, value in sizes.items()})
-    with mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache, check_pool_fits=lambda _memory: None):
+    with (
+        mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache),
+        mock.patch.object(pool, "check_pool_fits", lambda _memory: None),
+    ):
         return daemon.run(chosen)
 
 

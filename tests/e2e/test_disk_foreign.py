@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.storage.disk.manifest import decode_manifest
+from kvoffloadd.storage.disk.manifest import DELETED_VERSION, decode_manifest
 from kvoffloadd.testing.disk import used_bytes
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
@@ -202,7 +202,8 @@ def test_a_newer_manifest_is_not_touched(start_daemon: Start, root: Path, keys: 
 
 def newer(raw: bytes) -> bytes:
     """The same manifest, of a later version."""
-    text = raw.rpartition(b"xxh3_128 ")[0].replace(b'"version": 1', b'"version": 3')
+    later = b'"version": %d' % (DELETED_VERSION + 1)
+    text = raw.rpartition(b"xxh3_128 ")[0].replace(b'"version": 1', later)
     return text + b"xxh3_128 " + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
 
 
